@@ -1,0 +1,125 @@
+// The contract between the bindings and the kernels: one params struct per kernel, one launch function per
+// backend. p is the target's distribution, q the drafter's, everywhere.
+//
+// Tensors are raw pointers with strides in elements; the last dimension is contiguous where no stride is given.
+// A null pointer means "absent". All checks are done in bindings.cpp; kernels trust what they get.
+#pragma once
+
+#include <cstdint>
+
+namespace pydflash {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+// The stream or queue the work goes to: null on a CPU.
+struct Stream {
+  void* handle = nullptr;
+  int device = 0;
+};
+
+// out[b,h,i,:] = softmax_s(scale * q[b,h,i,:] . k[s]) v[s] over the keys slot i sees. Slot i stands at position
+// lengths[b] + depths[i] and sees context position s < lengths[b] and the block slots j whose bit is set in
+// visibility[i], both only where the distance of positions is < window (0 = no window). Context position s lives
+// in cache row s % capacity, so a windowed cache may be a ring. A slot that sees nothing gets zeros.
+struct BlockAttentionParams {
+  int batch, num_heads, num_kv_heads, slots, head_dim, window;
+  int64_t capacity;
+  float scale;
+  DType dtype;
+  const void *q, *k_cache, *v_cache, *k_block, *v_block;
+  void* out;
+  // [batch, head, row] strides of each tensor; the head_dim stride is 1.
+  int64_t q_stride[3], k_cache_stride[3], v_cache_stride[3], k_block_stride[3], v_block_stride[3], out_stride[3];
+  const int32_t* lengths;     // [batch]
+  const int64_t* visibility;  // [batch or 1, slots]
+  const int32_t* depths;      // [batch or 1, slots]
+  int64_t visibility_stride, depths_stride;  // 0 where one row serves the whole batch
+};
+
+// cache[layer, b, :, (lengths[b] + n) % capacity, :] = block[layer, b, :, index[b, n], :] for the n-th entry of
+// index[b] that is >= 0 (the entries before the first -1). Keys and values in one launch.
+struct CacheAppendParams {
+  int layers, batch, num_kv_heads, slots, entries, head_dim, element_size;
+  int64_t capacity;
+  void *k_cache, *v_cache;
+  const void *k_block, *v_block;
+  // [layer, batch, head, row] strides; the head_dim stride is 1.
+  int64_t k_cache_stride[4], v_cache_stride[4], k_block_stride[4], v_block_stride[4];
+  const int32_t* index;    // [batch, entries]
+  const int32_t* lengths;  // [batch]
+};
+
+// y[b,i,c] = sum_t (base[t,c] + delta[b,i,t,c / (channels / groups)]) * x[b,i-t,c]; x before slot 0 is zero.
+struct BlockConvParams {
+  int batch, slots, channels, taps, groups;
+  DType dtype;
+  const void *x, *base, *delta;
+  void* y;
+  int64_t x_stride[2];      // [batch, slot]; base is contiguous [taps, channels]; y is contiguous
+  int64_t delta_stride[3];  // [batch, slot, tap]
+};
+
+// Top-k candidates of every slot, the lattice of edge scores, and the walk through it (greedy where
+// temperature <= 0, else a draw from softmax(score / temperature)). Candidates are sorted by (logit, -id).
+// With a selector: score[a][c] = logit[c] + sum_r predecessor[prev_a][r] * hidden[r] * successor[cand_c][r],
+// prev_a being candidate a of the slot before (the anchor for every a at the first). Without: score[c] = logit[c].
+struct PathSelectParams {
+  int batch, slots;  // slots that draft: block_size - 1
+  int vocab_size, top_k, rank;  // rank 0 = no selector
+  int codebook_size;            // rows of the codebooks
+  DType dtype, selector_dtype;
+  const void* logits;        // [batch, slots, >= vocab_size]
+  int64_t logits_stride[2];  // [batch, slot]
+  const void *hidden, *predecessor, *successor;  // [batch, slots, rank], [codebook_size, rank] twice; contiguous
+  const int64_t* anchors;                        // [batch]
+  const float* temperature;                      // [batch] or null: all greedy
+  const int64_t* seeds;                          // [batch]
+  const int32_t* starts;                         // [batch]
+  int64_t* tokens;                               // [batch, slots]
+  int64_t* candidates;                           // [batch, slots, top_k]
+  float* probs;   // [batch, slots, top_k] or null; one-hot in greedy rows
+  float* scores;  // [batch, slots, top_k, top_k], or [batch, slots, top_k] without a selector
+};
+
+// Acceptance and the next token. Row i of target_logits is the target's law after slot i; tokens[i] is the draft
+// in slot i (slot 0 the anchor, negative = no draft), parents[i] < i the slot it continues (null = a chain).
+// The law of a row is filtered in this order: temperature, top_k, top_p, min_p (ties: lower id first).
+// temperature <= 0: descend while a child carries the argmax. With q: accept while u * q < p, then the residual
+// max(p - q, 0), or the bonus from the last row. Without q: draw from the row and descend while a child carries it.
+struct RejectSampleParams {
+  int batch, slots, vocab_size;
+  DType dtype;
+  const void* logits;        // [batch, slots, >= vocab_size]
+  int64_t logits_stride[2];  // [batch, slot]
+  const int64_t* tokens;     // [batch, slots]
+  const int32_t* parents;    // [batch, slots] or null
+  const int64_t* draft_ids;  // [batch, slots - 1, num_candidates], null where q is dense or absent
+  const float* draft_probs;  // [batch, slots - 1, num_candidates or vocab_size] or null
+  int num_candidates;
+  int64_t draft_probs_stride[2];  // [batch, slot]
+  const float *temperature, *top_p, *min_p;  // [batch]
+  const int32_t* top_k;                      // [batch], 0 = off
+  const int64_t* seeds;                      // [batch]
+  const int32_t* starts;                     // [batch]
+  int32_t* index;         // [batch, slots]: accepted slots, the anchor first, then -1
+  int32_t* num_accepted;  // [batch]
+  int64_t* bonus;         // [batch]
+};
+
+// What every backend provides. PYDFLASH_KERNELS(apply) names each launch function with its params.
+#define PYDFLASH_KERNELS(apply)                  \
+  apply(block_attention, BlockAttentionParams)   \
+  apply(cache_append, CacheAppendParams)         \
+  apply(block_conv, BlockConvParams)             \
+  apply(path_select, PathSelectParams)           \
+  apply(reject_sample, RejectSampleParams)
+
+#define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
+namespace cpu {
+PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+const char* description();  // the instruction-set level in use
+const char* select_level(const char* name);  // forces a level (tests); null if unknown to build or machine
+}  // namespace cpu
+#undef PYDFLASH_DECLARE
+
+}  // namespace pydflash

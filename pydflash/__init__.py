@@ -1,0 +1,59 @@
+"""pydflash: DFlash and DFlash 2 block-diffusion drafters for lossless speculative decoding.
+
+>>> spec = pydflash.Speculator.from_pretrained("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
+>>> print(spec.generate("How many positive divisors does 196 have?").text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Drafter",
+    "DrafterConfig",
+    "Generation",
+    "SamplingParams",
+    "Speculator",
+    "Stats",
+    "Target",
+    "backends",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+if TYPE_CHECKING:
+    from ._backends import backends
+    from .checkpoint import load_checkpoint, save_checkpoint
+    from .config import DrafterConfig
+    from .drafter import Drafter
+    from .request import Generation
+    from .sampling import SamplingParams
+    from .speculator import Speculator
+    from .stats import Stats
+    from .target import Target
+
+_HOMES = {
+    "Drafter": "drafter",
+    "DrafterConfig": "config",
+    "Generation": "request",
+    "SamplingParams": "sampling",
+    "Speculator": "speculator",
+    "Stats": "stats",
+    "Target": "target",
+    "backends": "_backends",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,424 @@
+"""The native ops: torch.library schemas, the compiled implementations, fakes, and their public functions.
+
+Integer inputs may be int32 or int64. Scalars are accepted where a per-row tensor [B] is meant. The definition of
+every op is the function of the same name in `pydflash.reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+from . import _backends
+
+_library = torch.library.Library("pydflash", "DEF")
+_SCHEMAS = (
+    "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor k_block, Tensor v_block, Tensor lengths,"
+    " Tensor visibility, Tensor depths, int window, float scale) -> Tensor",
+    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_block, Tensor v_block, Tensor index,"
+    " Tensor lengths) -> ()",
+    "block_conv(Tensor x, Tensor base, Tensor delta) -> Tensor",
+    "path_select(Tensor logits, Tensor? hidden, Tensor? predecessor, Tensor? successor, Tensor anchors,"
+    " Tensor? temperature, Tensor seeds, Tensor starts, int top_k, int vocab_size)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "reject_sample(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor? draft_ids, Tensor? draft_probs,"
+    " Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor starts, int vocab_size)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+for _schema in _SCHEMAS:
+    _library.define(_schema)
+
+
+def _native(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
+    """The module, stream and device of a call; all tensors must live on the first one's device."""
+    device = next(t.device for t in tensors if t is not None)
+    for t in tensors:
+        if t is not None and t.device != device:
+            raise ValueError(f"{op}: all tensors must be on {device}, got one on {t.device}")
+    backend = _backends.load(device.type)
+    if backend.module is None:
+        raise RuntimeError(f"{op}: the {device.type} backend is not usable: {backend.reason}")
+    return backend.module, 0, 0
+
+
+def _int32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def _int64(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last, which must be 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _capsule(x: Tensor | None) -> object:
+    return None if x is None else to_dlpack(x.detach() if x.requires_grad else x)
+
+
+def _attention_out(q: Tensor) -> Tensor:
+    batch, heads, slots, dim = q.shape
+    # [B, S, Hq, D] in memory: the output projection reads it as [B, S, Hq * D] without a copy.
+    return q.new_empty(batch, slots, heads, dim).transpose(1, 2)
+
+
+def _block_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    lengths: Tensor,
+    visibility: Tensor,
+    depths: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    module, stream, device = _native(
+        "block_attention", q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths
+    )
+    out = _attention_out(q) if q.dim() == 4 else torch.empty_like(q)
+    floats = [_capsule(_rows(x)) for x in (q, k_cache, v_cache, k_block, v_block)]
+    ints = [_capsule(x) for x in (_int32(lengths), _int64(visibility), _int32(depths))]
+    module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
+    return out
+
+
+def _cache_append(
+    k_cache: Tensor, v_cache: Tensor, k_block: Tensor, v_block: Tensor, index: Tensor, lengths: Tensor
+) -> None:
+    module, stream, device = _native("cache_append", k_cache, v_cache, k_block, v_block, index, lengths)
+    index, lengths = _int32(index), _int32(lengths)
+    k_block, v_block = _rows(k_block), _rows(v_block)
+    capsules = [_capsule(x) for x in (k_cache, v_cache, k_block, v_block, index, lengths)]
+    module.cache_append(*capsules, stream, device)
+
+
+def _block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    module, stream, device = _native("block_conv", x, base, delta)
+    y = x.new_empty(x.shape)
+    x, base, delta = _rows(x), base.contiguous(), _rows(delta)
+    module.block_conv(*[_capsule(t) for t in (x, base, delta, y)], stream, device)
+    return y
+
+
+def _path_outputs(logits: Tensor, hidden: Tensor | None, temperature: Tensor | None, top_k: int) -> list[Tensor]:
+    batch, slots = logits.shape[:2]
+    square = () if hidden is None else (top_k,)
+    return [
+        logits.new_empty(batch, slots, dtype=torch.int64),
+        logits.new_empty(batch, slots, top_k, dtype=torch.int64),
+        logits.new_empty(batch, slots, 0 if temperature is None else top_k, dtype=torch.float32),
+        logits.new_empty(batch, slots, *square, top_k, dtype=torch.float32),
+    ]
+
+
+def _path_select(
+    logits: Tensor,
+    hidden: Tensor | None,
+    predecessor: Tensor | None,
+    successor: Tensor | None,
+    anchors: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor,
+    starts: Tensor,
+    top_k: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    selector = (hidden, predecessor, successor)
+    module, stream, device = _native("path_select", logits, *selector, anchors, temperature, seeds, starts)
+    if logits.dim() != 3:
+        raise ValueError(f"path_select: logits must be of shape [B, S-1, V], got {list(logits.shape)}")
+    if top_k < 1:
+        raise ValueError(f"path_select: top_k must be >= 1, got {top_k}")
+    tokens, candidates, probs, scores = _path_outputs(logits, hidden, temperature, top_k)
+    logits, anchors, seeds, starts = _rows(logits), _int64(anchors), _int64(seeds), _int32(starts)
+    dense = [None if t is None else t.contiguous() for t in selector]
+    heat = None if temperature is None else _float32(temperature)
+    module.path_select(
+        _capsule(logits),
+        *[_capsule(t) for t in dense],
+        *[_capsule(t) for t in (anchors, heat, seeds, starts)],
+        vocab_size,
+        *[_capsule(t) for t in (tokens, candidates, None if temperature is None else probs, scores)],
+        stream,
+        device,
+    )
+    return tokens, candidates, probs, scores
+
+
+def _reject_outputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch = tokens.shape[0]
+    return (
+        torch.empty_like(tokens, dtype=torch.int32, memory_format=torch.contiguous_format),
+        tokens.new_empty(batch, dtype=torch.int32),
+        tokens.new_empty(batch, dtype=torch.int64),
+    )
+
+
+def _reject_sample(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    draft_ids: Tensor | None,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    starts: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    params = (temperature, top_k, top_p, min_p, seeds, starts)
+    module, stream, device = _native("reject_sample", target_logits, tokens, parents, draft_ids, draft_probs, *params)
+    if draft_ids is not None and draft_probs is None:
+        raise ValueError("reject_sample: draft_probs must be given with draft_ids, got None")
+    index, num_accepted, bonus = _reject_outputs(tokens)
+    inputs = (
+        _rows(target_logits),
+        _int64(tokens),
+        None if parents is None else _int32(parents),
+        None if draft_ids is None else _int64(draft_ids),
+        None if draft_probs is None else _rows(draft_probs.to(torch.float32)),
+        _float32(temperature),
+        _int32(top_k),
+        _float32(top_p),
+        _float32(min_p),
+        _int64(seeds),
+        _int32(starts),
+    )
+    outputs = [_capsule(t) for t in (index, num_accepted, bonus)]
+    module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device)
+    return index, num_accepted, bonus
+
+
+for _name, _impl in (
+    ("block_attention", _block_attention),
+    ("cache_append", _cache_append),
+    ("block_conv", _block_conv),
+    ("path_select", _path_select),
+    ("reject_sample", _reject_sample),
+):
+    for _key in ("CPU", "CUDA", "XPU"):
+        _library.impl(_name, _impl, _key)
+
+torch.library.register_fake("pydflash::block_attention", lambda q, *_: _attention_out(q), lib=_library)
+torch.library.register_fake("pydflash::cache_append", lambda *_: None, lib=_library)
+torch.library.register_fake("pydflash::block_conv", lambda x, base, delta: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake(
+    "pydflash::path_select",
+    lambda logits, hidden, predecessor, successor, anchors, temperature, seeds, starts, top_k, vocab_size: tuple(
+        _path_outputs(logits, hidden, temperature, top_k)
+    ),
+    lib=_library,
+)
+torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=_library)
+
+
+def block_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    lengths: Tensor,
+    visibility: Tensor,
+    depths: Tensor,
+    window: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of a block's slots over the cached context and over the block itself.
+
+    Slot i stands at position `lengths[b] + depths[i]`. It sees the context positions below `lengths[b]` and the
+    block slots whose bit is set in `visibility[i]`, both only at a distance below `window` (0 = no window). All
+    ones is a drafter's bidirectional block, a lower triangle a causal verification, ancestor bits a tree.
+    Context position s lives in cache row `s % L`, so the cache of a windowed layer may be a ring.
+
+    Args:
+        q: [B, Hq, S, D], S in 1..64, D a multiple of 8 up to 256; float32, bfloat16 or float16.
+        k_cache, v_cache: [B, Hkv, L, D], Hkv dividing Hq (grouped-query attention). Any strides but the last.
+        k_block, v_block: [B, Hkv, S, D].
+        lengths: [B], committed positions.
+        visibility: [B or 1, S] int64 bit masks.
+        depths: [B or 1, S], position of each slot relative to `lengths`.
+        scale: factor on q·k, default D ** -0.5.
+
+    Returns: [B, Hq, S, D], a transposed view of [B, S, Hq, D]. A slot that sees nothing gives zeros.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.pydflash.block_attention(
+        q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths, window, scale
+    )
+
+
+def cache_append(
+    k_cache: Tensor, v_cache: Tensor, k_block: Tensor, v_block: Tensor, index: Tensor, lengths: Tensor
+) -> None:
+    """Append block rows, gathered by `index`, to the end of every sequence's cache, all layers in one launch.
+
+    Row `index[b, n]` of the block goes to cache row `(lengths[b] + n) % L`, for the entries of `index[b]` before
+    its first -1. `lengths` itself is not changed. Of more than L rows only the last L are written.
+
+    Args:
+        k_cache, v_cache: [Ly, B, Hkv, L, D], changed in place.
+        k_block, v_block: [Ly, B, Hkv, S, D].
+        index: [B, N] block rows in 0..S-1, padded with -1.
+        lengths: [B].
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    torch.ops.pydflash.cache_append(k_cache, v_cache, k_block, v_block, index, lengths)
+
+
+def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """Grouped dynamic depthwise causal convolution inside a block (DFlash 2).
+
+    y[b,i,c] = sum over t of (base[t,c] + delta[b,i,t,c // (C / G)]) * x[b,i-t,c], with x before slot 0 zero:
+    nothing crosses the block's start. Sums in float32, rounded once.
+
+    Args:
+        x: [B, S, C].
+        base: [T, C], T in 1..8.
+        delta: [B, S, T, G], G dividing C.
+
+    Returns: [B, S, C].
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    return torch.ops.pydflash.block_conv(x, base, delta)
+
+
+def path_select(
+    logits: Tensor,
+    hidden: Tensor | None,
+    predecessor: Tensor | None,
+    successor: Tensor | None,
+    anchors: Tensor,
+    temperature: Tensor | float | None,
+    seeds: Tensor | int,
+    starts: Tensor,
+    top_k: int = 16,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Top-k candidates of every slot, the lattice of edge scores, and the walk through it.
+
+    The edge from token a to candidate c of slot j scores `logits[j,c] + sum_r predecessor[a,r] * hidden[j,r] *
+    successor[c,r]`. The walk goes from left to right: the best edge, or at temperature > 0 a draw from
+    softmax(score / temperature). Without a selector (DFlash 1) an edge scores the candidate's logit alone.
+
+    Args:
+        logits: [B, S-1, V], the drafting slots.
+        hidden: [B, S-1, r], or None without a selector.
+        predecessor, successor: [>= vocab_size, r] codebooks, or None.
+        anchors: [B] token ids.
+        temperature: [B], a number, or None where every row is greedy. Rows <= 0 are greedy.
+        seeds: [B] or a number; the draw of slot j is keyed by (seed, start, j).
+        starts: [B] position of the anchor.
+        top_k: candidates K per slot, at most 1024 and vocab_size.
+        vocab_size: only the first `vocab_size` columns of the logits are real; default V.
+
+    Returns:
+        tokens [B, S-1]; candidates [B, S-1, K] sorted by logit, ties by lower id; probs [B, S-1, K] float32, the
+        law each token was drawn from (one-hot in greedy rows), or None where `temperature` is None; scores
+        [B, S-1, K, K] float32 (previous candidate, candidate), or [B, S-1, K] without a selector.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit, or anchors outside the codebooks.
+    """
+    batch, device = logits.shape[0], logits.device
+    selector = [t for t in (hidden, predecessor, successor) if t is not None]
+    if len(selector) not in (0, 3):
+        raise ValueError(f"path_select: hidden, predecessor and successor go together, got {len(selector)} of 3")
+    heat = None if temperature is None else _per_row(temperature, batch, torch.float32, device)
+    tokens, candidates, probs, scores = torch.ops.pydflash.path_select(
+        logits,
+        hidden,
+        predecessor,
+        successor,
+        anchors,
+        heat,
+        _per_row(seeds, batch, torch.int64, device),
+        starts,
+        top_k,
+        logits.shape[-1] if vocab_size is None else vocab_size,
+    )
+    return tokens, candidates, None if heat is None else probs, scores
+
+
+def _per_row(value: Tensor | float, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.expand(batch) if value.dim() == 0 else value
+    return torch.full((batch,), value, dtype=dtype, device=device)
+
+
+def reject_sample(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None = None,
+    draft_probs: tuple[Tensor, Tensor] | Tensor | None = None,
+    temperature: Tensor | float = 0.0,
+    top_k: Tensor | int = 0,
+    top_p: Tensor | float = 1.0,
+    min_p: Tensor | float = 0.0,
+    seeds: Tensor | int = 0,
+    starts: Tensor | int = 0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How far the target agrees with a block of drafts, and the token that comes after.
+
+    Row i of `target_logits` is the target's law p of the token after slot i, filtered in this order: temperature,
+    top-k (exactly k survive ties, lower id first), top-p, min-p. Three rules, chosen by row and by `draft_probs`:
+
+    - temperature <= 0: descend from the anchor while a child carries the row's argmax.
+    - with q (`draft_probs`, a chain): accept a draft while u * q < p; at the first refusal draw from the residual
+      max(p - q, 0), and after the last draft from its row.
+    - without q: draw from the row of the current slot by inverse CDF, with the uniform that plain decoding uses at
+      that position, and descend while a child carries the drawn token. So the text does not depend on the drafts.
+
+    Every emitted token is distributed as p given its prefix, whatever the drafts.
+
+    Args:
+        target_logits: [B, S, V] float32, bfloat16 or float16.
+        tokens: [B, S]: slot 0 the anchor, then drafts; a negative id means no draft there.
+        parents: [B, S] slot each slot continues, an earlier one; None for a chain.
+        draft_probs: None; (ids [B, S-1, K], probs [B, S-1, K]), q zero elsewhere; or dense [B, S-1, V].
+        temperature, top_k, top_p, min_p: [B] or numbers; 0 switches top_k and min_p off, 1 switches top_p off.
+        seeds: [B] or a number, the key of every draw.
+        starts: [B] position of the anchor.
+        vocab_size: only the first `vocab_size` columns are real; default V.
+
+    Returns:
+        index [B, S] int32: the accepted slots, the anchor first, padded with -1; num_accepted [B] int32, drafts
+        only; bonus [B] int64, the token that follows them.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit, or parents that are not earlier slots.
+
+    Source: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023, for the rule with q.
+    """
+    batch, device = target_logits.shape[0], target_logits.device
+    ids, probs = draft_probs if isinstance(draft_probs, tuple) else (None, draft_probs)
+    return torch.ops.pydflash.reject_sample(
+        target_logits,
+        tokens,
+        parents,
+        ids,
+        probs,
+        _per_row(temperature, batch, torch.float32, device),
+        _per_row(top_k, batch, torch.int32, device),
+        _per_row(top_p, batch, torch.float32, device),
+        _per_row(min_p, batch, torch.float32, device),
+        _per_row(seeds, batch, torch.int64, device),
+        _per_row(starts, batch, torch.int32, device),
+        target_logits.shape[-1] if vocab_size is None else vocab_size,
+    )
