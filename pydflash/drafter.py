@@ -1,0 +1,390 @@
+"""The block-diffusion drafter, DFlash and DFlash 2: one module for inference and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import checkpoint, ops, reference
+from .cache import KVCache
+from .config import DrafterConfig, check_target
+from .layers import CandidateSelector, DrafterLayer
+from .rope import RotaryTable
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PARENT = {"qkv_proj": "self_attn", "o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn"}
+_PARENT |= {"gate_up_proj": "mlp", "down_proj": "mlp"}
+DEFAULT_CANDIDATES = 16
+_OWN = ("embed_tokens.weight", "lm_head.weight")
+
+
+class Proposal(NamedTuple):
+    """One block of drafts.
+
+    Attributes:
+        tokens: [B, S-1] the path, target ids.
+        candidates: [B, S-1, K] target ids per slot, best first.
+        probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
+        scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] without a selector.
+    """
+
+    tokens: Tensor
+    candidates: Tensor
+    probs: Tensor | None
+    scores: Tensor
+
+
+class Drafter(nn.Module):
+    """A DFlash or DFlash 2 drafter.
+
+    Args:
+        config: What to build. Parameters are freshly initialised: convolutions the identity, successors zero.
+        backend: "native" for the compiled ops, "reference" for plain torch on any device.
+
+    Source: spec of the published checkpoints; a DFlash 2 drafter with identity convolutions and zero successors
+    proposes what the DFlash drafter of the same backbone does.
+    """
+
+    d2t: Tensor | None
+    mask_embedding: Tensor | None
+
+    def __init__(self, config: DrafterConfig, *, backend: str = "native") -> None:
+        super().__init__()
+        if backend not in ("native", "reference"):
+            raise ValueError(f"Drafter: backend must be 'native' or 'reference', got {backend!r}")
+        self.config = config
+        self.backend = backend
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        self.register_buffer("d2t", None)  # target id = draft id + d2t[draft id]
+        self.register_buffer("mask_embedding", None)  # [H], replaces the embedding row of the mask token
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, config.max_position_embeddings, interleaved=config.rope_interleaved
+        )
+        self._context_weights: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None
+
+    # --- loading and saving ---------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        backend: str = "native",
+    ) -> Drafter:
+        """Load a checkpoint in any layout `pydflash.load_checkpoint` reads, from a folder or a hub id.
+
+        `dtype` None keeps the checkpoint's own. Raises: ValueError or OSError naming what does not fit.
+        """
+        config, tensors = checkpoint.load_checkpoint(path_or_id, revision=revision)
+        with torch.device("meta"):
+            drafter = cls(config, backend=backend)
+        drafter.load_canonical(tensors)
+        return drafter.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(self, directory: str | Path, *, layout: str = "zlab") -> None:
+        """Write config.json and model.safetensors, in the "zlab" or the "speculators" layout, atomically."""
+        checkpoint.save_checkpoint(directory, self.config, self.canonical(), layout=layout)
+
+    def load_canonical(self, tensors: dict[str, Tensor]) -> None:
+        """Take over tensors under the names of the Z-Lab layout; they are not copied where they need no fusing."""
+        config, state = self.config, dict(tensors)
+        own = {name: state.pop(name) for name in _OWN if name in state}
+        if (table := own.get("embed_tokens.weight")) is not None:
+            self.embed_tokens = nn.Embedding(table.shape[0], table.shape[1], device="meta")
+        if (head := own.get("lm_head.weight")) is not None:
+            self.lm_head = nn.Linear(config.hidden_size, head.shape[0], bias=False, device="meta")
+        for name in ("d2t", "mask_embedding"):
+            self.register_buffer(name, state.pop(name, None))
+        fused = {ours: _gather(theirs, state) for ours, theirs in _names(self)}
+        extra = dict(own)
+        extra |= {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer is not None}
+        self.load_state_dict(fused | extra, strict=True, assign=True)
+
+    def canonical(self) -> dict[str, Tensor]:
+        """All tensors under the names of the Z-Lab layout; the inverse of `load_canonical`."""
+        config, state = self.config, self.state_dict()
+        sizes = {
+            "qkv_proj": [n * config.head_dim for n in self.stack[0].sizes],
+            "gate_up_proj": [config.intermediate_size] * 2,
+        }
+        out = {}
+        for ours, theirs in _names(self):
+            tensor = state.pop(ours)
+            if len(theirs) == 1:
+                out[theirs[0]] = tensor
+            else:
+                parts = tensor.split(sizes[ours.rsplit(".", 2)[-2]])
+                out |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
+        return out | state
+
+    def check_target(self, *, hidden_size: int, num_layers: int, vocab_size: int, embedding_rows: int) -> None:
+        """Raise ValueError, naming the key, where this drafter was not made for such a target."""
+        check_target(
+            self.config,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            vocab_size=vocab_size,
+            embedding_rows=embedding_rows,
+        )
+
+    @property
+    def ops(self) -> ModuleType:
+        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
+        return ops if self.backend == "native" else reference
+
+    @property
+    def stack(self) -> list[DrafterLayer]:
+        """The decoder layers, typed."""
+        return [cast("DrafterLayer", layer) for layer in self.layers]
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def reserve(self, positions: int) -> None:
+        """Make `forward` and `context_keys` ready for positions below this number, on the drafter's device."""
+        self._rotary.reserve(positions, self.device)
+
+    # --- context --------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty context cache for `batch` sequences of up to `capacity` positions.
+
+        A drafter in which every layer has a window keeps a ring of the window's size instead.
+        """
+        config = self.config
+        windows = [config.window(layer) for layer in range(config.num_layers)]
+        self.reserve(capacity + config.block_size)
+        return KVCache(
+            config.num_layers,
+            batch,
+            config.num_kv_heads,
+            config.head_dim,
+            capacity,
+            ring=max(windows) - 1 if all(windows) else None,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def append_context(self, features: Tensor, cache: KVCache, counts: Tensor | None = None) -> None:
+        """Take in the target's features of committed positions, in every layer's keys and values.
+
+        Args:
+            features: [B, C, F * target_hidden_size], the positions from `cache.lengths` on.
+            cache: From `new_cache`; its lengths grow by `counts`.
+            counts: [B] valid rows of each sequence, the first ones; None for all C.
+
+        Raises: ValueError if the features' width is wrong or the cache is full.
+        """
+        batch, rows, width = features.shape
+        if width != self.fc.in_features:
+            raise ValueError(f"append_context: features must be [B, C, {self.fc.in_features}], got width {width}")
+        skipped = max(0, rows - cache.rows) if counts is None else 0  # a ring would overwrite them at once
+        features = features[:, skipped:]
+        slots = torch.arange(rows - skipped, device=features.device, dtype=torch.int32)
+        positions = cache.lengths[:, None] + (slots + skipped)
+        k, v = self.context_keys(self.fuse(features), positions)
+        if counts is None:
+            index = slots.expand(batch, -1)
+            counts = torch.full_like(cache.lengths, rows - skipped)
+        else:
+            counts = counts.to(torch.int32)
+            index = torch.where(slots < counts[:, None], slots, -1)
+        cache.append(self.ops, k, v, index, counts, skipped)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """hidden_norm(fc(features)): [B, C, F * target_hidden_size] to [B, C, H], the same for every layer."""
+        return self.hidden_norm(self.fc(features.to(self.dtype)))
+
+    def context_keys(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, B, Hkv, C, D] of all layers, in one GEMM, from fused features [B, C, H]."""
+        config = self.config
+        weight, bias = self._context_projection()
+        both = F.linear(fused, weight, bias)
+        both = both.unflatten(-1, (config.num_layers, 2, config.num_kv_heads, config.head_dim))
+        k, v = both.permute(3, 2, 0, 4, 1, 5)  # [2, layers, B, Hkv, C, D]
+        norms = torch.stack([layer.k_norm.weight for layer in self.stack])[:, None, None, None]
+        k = F.rms_norm(k, (config.head_dim,), None, config.rms_norm_eps) * norms
+        cos, sin = self._rotary.lookup(positions.long())
+        return self._rotary.rotate(k, cos[:, None], sin[:, None]), v
+
+    def _context_projection(self) -> tuple[Tensor, Tensor | None]:
+        """The k and v rows of every layer's qkv projection as one weight, kept until a projection changes."""
+        linears = [layer.qkv_proj for layer in self.stack]
+        first = self.stack[0].sizes[0] * self.config.head_dim
+        if torch.is_grad_enabled() and self.training:
+            return _stacked(linears, first)
+        mark = tuple((w.data_ptr(), w.dtype, w._version) for m in linears for w in m.parameters())
+        if self._context_weights is None or self._context_weights[0] != mark:
+            with torch.no_grad():
+                self._context_weights = (mark, *_stacked(linears, first))
+        return self._context_weights[1:]
+
+    # --- the block ------------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor, table: Tensor | nn.Module | None) -> Tensor:
+        """Scaled embedding rows [..., H] of `ids`, from the drafter's own table where it has one."""
+        source = table if self.embed_tokens is None else self.embed_tokens
+        weight = source if isinstance(source, Tensor) else getattr(source, "weight", None)
+        if weight is None:
+            raise ValueError("embed: the target's embedding table must be given: this drafter has none of its own")
+        rows = F.embedding(ids, weight).to(self.dtype)
+        if self.mask_embedding is not None:
+            rows = torch.where((ids == self.config.mask_token_id)[..., None], self.mask_embedding.to(rows), rows)
+        scale = self.config.input_embedding_scale
+        return rows if scale == 1 else rows * scale
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        *,
+        native: bool = False,
+    ) -> Tensor:
+        """Final-normed hidden states of block rows.
+
+        Args:
+            embeddings: [B, S, H] from `embed`.
+            positions: [B, S] absolute position of each row.
+            attend: `attend(layer, q [B, Hq, S, D], k, v [B, Hkv, S, D]) -> [B, Hq, S, D]`: attention of the rows
+                over what that layer may see, their own keys and values among it.
+            native: use the compiled convolution, which has no gradient.
+
+        Returns: [B, S, H].
+        """
+        cos, sin = (table[:, :, None] for table in self._rotary.lookup(positions.long()))
+        convolve = self.ops.block_conv if native else reference.block_conv
+        x = embeddings
+        for i, layer in enumerate(self.stack):
+            x = layer(x, self._rotary, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v), convolve)
+        return self.norm(x)
+
+    def hidden(self, anchors: Tensor, cache: KVCache, table: Tensor | nn.Module | None, block_size: int) -> Tensor:
+        """Hidden states [B, S, H] of the block [anchor, mask, mask, ...] over the cached context, in one forward."""
+        config, device = self.config, anchors.device
+        ids = torch.full((anchors.shape[0], block_size), config.mask_token_id, device=device)
+        ids[:, 0] = anchors
+        depths = torch.arange(block_size, dtype=torch.int32, device=device)[None]
+        bidirectional = torch.full((1, block_size), (1 << block_size) - 1 if block_size < 64 else -1, device=device)
+        causal = bidirectional if block_size == 1 else (2 << depths.long()) - 1
+        lengths = cache.lengths
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            visible = causal if config.causal[layer] else bidirectional
+            k_cache, v_cache = cache.k[layer], cache.v[layer]
+            return self.ops.block_attention(q, k_cache, v_cache, k, v, lengths, visible, depths, config.window(layer))
+
+        return self(self.embed(ids, table), lengths[:, None] + depths, attend, native=True)
+
+    def logits(self, hidden: Tensor, head: nn.Module | None) -> Tensor:
+        """Draft logits [..., V or draft vocabulary] of hidden states, multiplier and soft cap applied."""
+        head = self.lm_head if self.lm_head is not None else head
+        if head is None:
+            raise ValueError("logits: the target's head must be given: this drafter has none of its own")
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():  # else quantised: the module knows
+            hidden = hidden.to(weight.dtype)
+        logits = head(hidden)
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def propose(
+        self,
+        anchors: Tensor,
+        cache: KVCache,
+        *,
+        embed: Tensor | nn.Module | None = None,
+        head: nn.Module | None = None,
+        block_size: int | None = None,
+        temperature: Tensor | float | None = None,
+        seeds: Tensor | Sequence[int] | int = 0,
+    ) -> Proposal:
+        """Draft one block after each anchor, in one forward pass.
+
+        Args:
+            anchors: [B] the newest token of each sequence, at position `cache.lengths`.
+            cache: Its context must be complete: the features of every position before the anchor.
+            embed: The target's raw embedding table [V, H], or the module that holds it.
+            head: The target's output head, called as a module.
+            block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
+            temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
+            seeds: [B] or a number, the key of the draws.
+
+        Returns: a `Proposal`.
+
+        Raises: ValueError if block_size is not 1 .. the trained size.
+        """
+        config = self.config
+        size = config.block_size if block_size is None else block_size
+        if not 1 <= size <= config.block_size:
+            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size}")
+        hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
+        selector = self.candidate_selector
+        projected = None if selector is None else selector.hidden_projection(hidden)
+        if isinstance(seeds, Sequence):
+            seeds = torch.tensor(list(seeds), device=anchors.device)
+        tokens, candidates, probs, scores = self.ops.path_select(
+            self.logits(hidden, head),
+            projected,
+            None if selector is None else selector.predecessor_codebook,
+            None if selector is None else selector.successor_codebook,
+            anchors,
+            temperature,
+            seeds,
+            cache.lengths,
+            min(config.selector_top_k or DEFAULT_CANDIDATES, config.draft_vocab_size),
+            config.draft_vocab_size,
+        )
+        if self.d2t is not None:
+            tokens, candidates = tokens + self.d2t[tokens], candidates + self.d2t[candidates]
+        return Proposal(tokens, candidates, probs, scores)
+
+
+def _stacked(linears: list[nn.Linear], first: int) -> tuple[Tensor, Tensor | None]:
+    weight = torch.cat([linear.weight[first:] for linear in linears])
+    biased = linears[0].bias is not None
+    return weight, torch.cat([linear.bias[first:] for linear in linears]) if biased else None
+
+
+def _names(drafter: Drafter) -> list[tuple[str, tuple[str, ...]]]:
+    """Our parameter names, each with the Z-Lab names of what is fused into it."""
+    pairs: list[tuple[str, tuple[str, ...]]] = []
+    for ours, _ in drafter.named_parameters():
+        parts = ours.split(".")
+        if parts[0] in ("embed_tokens", "lm_head"):
+            continue
+        if parts[0] != "layers":
+            pairs.append((ours, (ours,)))
+            continue
+        module = parts[2]
+        where = [*parts[:2], _PARENT[module]] if module in _PARENT else parts[:2]
+        pairs.append((ours, tuple(".".join([*where, name, *parts[3:]]) for name in FUSED.get(module, (module,)))))
+    return pairs
+
+
+def _gather(names: tuple[str, ...], state: dict[str, Tensor]) -> Tensor:
+    parts = [state[name] for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,128 @@
+"""Against the official `dflash` 0.1.0 as an oracle: the same weights give the same hidden states, drafts and rounds."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from typing import Any
+
+import pytest
+import torch
+from pairs import HIDDEN, VOCAB, build_drafter, fit, fitted_prompts, official_drafter
+from tiny_models import TINY
+from torch import nn
+
+from pydflash import Drafter, Speculator
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 9}
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "v1": (1, {}),
+    "v1-odd-block": (1, {"block_size": 7, "target_layer_ids": [0, 1, 3]}),
+    "v1-one-slot-drafts": (1, {"block_size": 2}),
+    "v1-causal": (1, {"is_causal": True, "target_layer_ids": [0, 1, 2, 3, 4]}),
+    "v1-sliding": (1, SLIDING),
+    "v1-mixed": (1, SLIDING | {"layer_types": ["sliding_attention", "full_attention"], "block_size": 5}),
+    "v1-scales": (1, {"input_embedding_scale": 3.0, "output_multiplier": 0.25, "final_logit_softcapping": 5.0}),
+    "v1-bias-yarn": (1, {"attention_bias": True, "rope_parameters": YARN}),
+    "v2": (2, {}),
+    "v2-sliding-bidirectional": (2, SLIDING | {"is_causal": False, "block_size": 8}),
+    "v2-causal": (2, {"is_causal": True, "block_size": 5}),
+    "v2-taps-3": (2, {"conv_kernel_size": 3, "conv_group_size": 8, "block_size": 6, "target_layer_ids": [0, 1, 2]}),
+    "v2-scales": (2, {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "selector_top_k": 16}),
+}
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def pair(request: pytest.FixtureRequest) -> tuple[Drafter, nn.Module]:
+    version, changes = CONFIGS[request.param]
+    drafter = build_drafter(version, seed=len(request.param), **changes)
+    return drafter, official_drafter(drafter, **changes)
+
+
+def official_hidden(model: nn.Module, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(features.shape[1] + rows.shape[1])[None]
+    return model(target_hidden=features, noise_embedding=rows, position_ids=positions)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("pieces", [[1], [23], [1, 7, 9, 18, 3]])
+def test_hidden_states_and_path_match(pair: tuple[Drafter, nn.Module], pieces: list[int]) -> None:
+    drafter, official = pair
+    torch.manual_seed(len(pieces))
+    table, head = torch.randn(VOCAB, HIDDEN) * 0.4, nn.Linear(HIDDEN, VOCAB, bias=False)
+    features = torch.randn(1, sum(pieces), drafter.fc.in_features)
+    anchor = torch.tensor([11])
+    cache = drafter.new_cache(1, sum(pieces))
+    for piece in features.split(pieces, 1):
+        drafter.append_context(piece, cache)
+    size = drafter.config.block_size
+    ids = torch.tensor([[11] + [drafter.config.mask_token_id] * (size - 1)])
+    rows = table[ids] * drafter.config.input_embedding_scale
+    want = official_hidden(official, rows, features)
+    torch.testing.assert_close(drafter.hidden(anchor, cache, table, size), want, rtol=0, atol=1e-5)
+
+    proposal = drafter.propose(anchor, cache, embed=table, head=head)
+    if drafter.config.version == 1:
+        logits = official.compute_logits(want[:, 1:], head)
+        assert proposal.tokens.tolist() == logits.argmax(-1).tolist()
+        k = proposal.candidates.shape[-1]
+        torch.testing.assert_close(proposal.scores, logits.topk(k).values, rtol=0, atol=2e-5)
+    else:
+        tokens, candidates, _ = official.propose(want[:, 1:], anchor, head, 0.0)
+        assert proposal.tokens.tolist() == tokens.tolist()
+        assert proposal.candidates.sort().values.tolist() == candidates.sort().values.tolist()
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_rounds_match(
+    pair: tuple[Drafter, nn.Module], fitted: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Every proposed block and every accepted length equal the official loop's, as long as that drafts full blocks."""
+    import dflash.model
+
+    drafter, official = pair
+    target = TINY["qwen3"](num_hidden_layers=6)
+    if fitted:
+        drafter = fit(copy.deepcopy(drafter), target)
+        official = official_drafter(drafter, **CONFIGS[request.node.callspec.params["pair"]][1])
+    forward = target.forward
+    blocks: list[list[int]] = []
+    lengths: list[int] = []
+
+    def spy(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if args[0].shape[1] <= drafter.config.block_size and "logits_to_keep" not in kwargs:
+            blocks.append(args[0][0].tolist())
+        return forward(*args, **{cache_name: past_key_values}, **kwargs)
+
+    cache_name = "cache" if "cache" in inspect.signature(type(target).forward).parameters else "past_key_values"
+    spec = Speculator(target, drafter, backend="reference")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        prompt = fitted_prompts()[seed : seed + 1] if fitted else torch.randint(0, VOCAB - 1, (1, 5 + 6 * seed))
+        ours = spec.generate(prompt[0], 48, stop_token_ids=[], return_proposals=True)
+        blocks.clear()
+        monkeypatch.setattr(target, "forward", spy)
+        monkeypatch.setattr(dflash.model, "_cuda_time", time.perf_counter)
+        theirs = dflash.model.dflash_generate(
+            official, target, prompt, 48, None, block_size=drafter.config.block_size, return_stats=True
+        )
+        monkeypatch.undo()
+        full = [block for block in blocks if len(block) == drafter.config.block_size]
+        assert ours.token_ids == theirs.output_ids[0, prompt.shape[1] :].tolist()
+        assert ours.stats.proposals is not None
+        assert ours.stats.proposals[: len(full)] == full
+        accepted = [n + 1 for n in ours.stats.num_accepted[: len(full) - 1]]
+        assert accepted == theirs.acceptance_lengths[: len(full) - 1]
+        lengths += accepted
+    assert len(lengths) >= 20
+    if fitted:
+        assert max(lengths) >= min(4, drafter.config.block_size)
