@@ -1,0 +1,90 @@
+"""Sampling parameters of a request: checked, and filled in from the target's own generation config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's law is sampled.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off; exactly k tokens survive ties, lower id first.
+        top_p: 1 is off; a token stays while the mass before it is below top_p.
+        min_p: 0 is off; tokens below min_p times the best one's probability go.
+
+    Raises: ValueError naming the parameter, what is allowed and what came.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, float("inf")), ("min_p", 0.0, 1.0), ("top_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"sampling: {name} must be a number from {low:g} to {high:g}, got {value!r}")
+        if self.temperature == float("inf"):
+            raise ValueError("sampling: temperature must be finite, got inf")
+        if self.top_p == 0:
+            raise ValueError("sampling: top_p must be above 0, got 0")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"sampling: top_k must be an integer >= 0, got {self.top_k!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= 0
+
+    @classmethod
+    def resolve(
+        cls,
+        defaults: dict[str, Any],
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> SamplingParams:
+        """Fill what is None from `defaults`, the options that a generation config sets explicitly.
+
+        A config that does not sample (`do_sample` false or absent) gives temperature 0.
+        """
+        if temperature is None:
+            temperature = (defaults.get("temperature") or 1.0) if defaults.get("do_sample") else 0.0
+        if top_k is None:
+            top_k = defaults.get("top_k") or 0
+        if top_p is None:
+            top_p = 1.0 if defaults.get("top_p") is None else defaults["top_p"]
+        if min_p is None:
+            min_p = defaults.get("min_p") or 0.0
+        return cls(temperature, top_k, top_p, min_p)
+
+
+def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
+    """One 64-bit seed per request: a number serves all, a list gives each its own, None draws fresh ones.
+
+    Fresh seeds come from torch's default generator, so `torch.manual_seed` makes them repeat.
+
+    Raises: ValueError if a list does not have `batch` entries.
+    """
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (batch,)).tolist()
+    if isinstance(seed, int):
+        return [_signed(seed)] * batch
+    if len(seed) != batch:
+        raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {len(seed)}")
+    return [_signed(int(s)) for s in seed]
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed integer, as torch stores them."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"sampling: seed must fit in 64 bits, got {seed}")
+    return seed - 2**64 if seed >= 2**63 else seed

@@ -1,0 +1,363 @@
+"""The speculative loop: rounds of propose, verify, accept and commit around a target model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from . import _backends, ops, reference
+from .drafter import Drafter, Proposal
+from .request import LogitsProcessor, Request, Stream
+from .sampling import SamplingParams, row_seeds
+from .stats import Stats
+from .target import Target, TargetOutput
+from .target_defaults import GenerationDefaults
+from .text import Output, Prompt, encode, split_prompts
+
+
+class DrafterLike(Protocol):
+    """What the loop needs of a drafter; `pydflash.Drafter` and the ONNX Runtime drafter both are one."""
+
+    config: Any
+
+    def new_cache(self, batch: int, capacity: int) -> Any: ...
+    def append_context(self, features: Tensor, cache: Any, counts: Tensor | None = None) -> None: ...
+    def propose(
+        self,
+        anchors: Tensor,
+        cache: Any,
+        *,
+        embed: Any = None,
+        head: Any = None,
+        block_size: int | None = None,
+        temperature: Any = None,
+        seeds: Any = 0,
+    ) -> Proposal: ...
+
+
+class Speculator:
+    """Lossless speculative decoding of a target with a drafter; plain decoding where the drafter is None.
+
+    Args:
+        model: A transformers causal LM, or a `Target`.
+        drafter: A `Drafter`, anything with its three methods, or None.
+        tokenizer: Needed for text in and text out; token ids work without.
+        block_size: Slots per block, anchor included, at most the trained size (the default).
+        path: How drafts are chosen from the lattice: "walk".
+        draft_sampling: At temperature > 0, whether drafts are sampled and accepted with the drafter's law q, or
+            are the best ones and accepted where the target draws the same token. Default: sampled for DFlash 2,
+            whose walk is coherent; not for DFlash, whose slots know nothing of each other.
+        backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
+
+    A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
+
+    Raises: ValueError or RuntimeError where target, drafter and options do not go together, naming both sides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Target,
+        drafter: DrafterLike | None,
+        tokenizer: Any = None,
+        *,
+        block_size: int | None = None,
+        path: str = "walk",
+        num_nodes: int | None = None,
+        draft_sampling: bool | None = None,
+        backend: str = "auto",
+        quantize: str | None = None,
+        optimize: str | None = None,
+    ) -> None:
+        _refuse_unknown(path=path, num_nodes=num_nodes, quantize=quantize, optimize=optimize)
+        layer_ids = () if drafter is None else drafter.config.target_layer_ids
+        if isinstance(model, Target):
+            target = model if tuple(model.layer_ids) == tuple(layer_ids) else Target(model.model, layer_ids)
+        else:
+            target = Target(model, layer_ids)
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.defaults = GenerationDefaults(target.generation_config)
+        self.ops = reference if backend == "reference" else ops
+        backend_name = _usable_backend(backend, target.device)
+        self._backends = {"ops": backend_name, "target": "generic"}
+        self.block_size = 1
+        self.draft_sampling = False
+        if drafter is None:
+            return
+        config = drafter.config
+        self.block_size = config.block_size if block_size is None else block_size
+        if not 1 <= self.block_size <= config.block_size:
+            raise ValueError(
+                f"Speculator: block_size must be 1 to {config.block_size} (as the drafter was trained), "
+                f"got {block_size}"
+            )
+        self.draft_sampling = config.version == 2 if draft_sampling is None else draft_sampling
+        if isinstance(drafter, Drafter):
+            drafter.check_target(
+                hidden_size=target.hidden_size,
+                num_layers=target.num_layers,
+                vocab_size=target.vocab_size,
+                embedding_rows=target.embed_weight.shape[0],
+            )
+            if drafter.device != target.device:
+                raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
+            drafter.backend = "reference" if backend == "reference" else "native"
+            self._backends["drafter"] = backend_name
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **options: Any,
+    ) -> Speculator:
+        """Load a target with its tokenizer, and a drafter, each from a folder or a hub id.
+
+        `device` defaults to cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which the
+        drafter takes over. `options` are the keywords of `Speculator`.
+        """
+        from .target import load_tokenizer
+
+        loaded = None if drafter is None else Drafter.from_pretrained(drafter)
+        layer_ids = () if loaded is None else loaded.config.target_layer_ids
+        model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype)
+        if loaded is not None:
+            loaded = loaded.to(device=model.device, dtype=model.dtype)
+        return cls(model, loaded, load_tokenizer(target), **options)
+
+    def close(self) -> None:
+        """End the use of the target; the model itself is left as it was given."""
+        self.target.close()
+
+    def __enter__(self) -> Speculator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- generation -----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = 256,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        return_proposals: bool = False,
+        *,
+        chat_template: str | bool | None = None,
+    ) -> Any:
+        """Generate for one prompt, or for each of a list.
+
+        Args:
+            prompt: Text, chat messages, token ids (list, [P] tensor), or a list of these ([B, P] tensor).
+            max_new_tokens: None is up to the target's context limit.
+            temperature, top_p, top_k, min_p: None takes what the target's generation config sets (greedy where it
+                does not sample).
+            seed: Number for all prompts, one number each, or None for fresh draws. At temperature > 0 without
+                `draft_sampling` the text for a seed does not depend on the drafter.
+            stop_token_ids: None takes the target's end-of-sequence tokens; [] none.
+            stop_strings: The text ends with the first of them that appears.
+            logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, as in transformers, applied
+                at every position with the tokens before it.
+            return_proposals: Keep each round's block in `stats.proposals`.
+            chat_template: None wraps text with the tokenizer's template where it has one; False never; a string
+                is the template.
+
+        Returns: a `Generation`, or a list of them for a list of prompts.
+
+        Raises: ValueError naming the argument, what is allowed and what came.
+        """
+        prompts, many = split_prompts(prompt)
+        seeds = row_seeds(seed, len(prompts))
+        results = []
+        for single, row_seed in zip(prompts, seeds, strict=True):
+            stream = self.stream(
+                single,
+                max_new_tokens,
+                temperature,
+                top_p,
+                top_k,
+                min_p,
+                row_seed,
+                stop_token_ids,
+                stop_strings,
+                logits_processor,
+                return_proposals,
+                chat_template=chat_template,
+            )
+            for _ in stream:
+                pass
+            results.append(stream.output)
+        return results if many else results[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None = 256,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        return_proposals: bool = False,
+        *,
+        chat_template: str | bool | None = None,
+    ) -> Stream:
+        """As `generate`, for one prompt, as an iterator of a `Chunk` per round; `stream.output` is the `Generation`."""
+        prompts, many = split_prompts(prompt)
+        if many:
+            raise ValueError(f"stream: prompt must be a single one, got a list of {len(prompts)}")
+        params = SamplingParams.resolve(self.defaults.sampling, temperature, top_k, top_p, min_p)
+        ids = encode(prompts[0], self.tokenizer, chat_template, self.target.embed_weight.shape[0])
+        if stop_token_ids is None:
+            stop_token_ids = self.defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
+        if isinstance(stop_strings, str):
+            stop_strings = [stop_strings]
+        limit = self._token_limit(len(ids), max_new_tokens)
+        device = self.target.device
+        own = self.defaults.processors(len(ids), stop_token_ids, device)
+        request = Request(
+            ids=ids,
+            params=params,
+            seeds=torch.tensor(row_seeds(seed, 1), device=device),
+            processors=[*own, *(logits_processor or ())],
+            output=Output(self.tokenizer, limit, stop_token_ids, stop_strings or ()),
+            stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
+            starts=torch.full((1,), len(ids) - 1, dtype=torch.int32, device=device),
+        )
+        return Stream(request, self._prefill, self._round)
+
+    def _token_limit(self, prompt_length: int, max_new_tokens: int | None) -> int:
+        if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 0):
+            raise ValueError(f"max_new_tokens: must be >= 0, got {max_new_tokens}")
+        longest = self.target.max_length
+        if longest is not None:
+            if prompt_length > longest:
+                raise ValueError(f"prompt: must fit the target's {longest} positions, got {prompt_length} tokens")
+            room = longest - prompt_length
+            return room if max_new_tokens is None else min(max_new_tokens, room)
+        if max_new_tokens is None:
+            raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
+        return max_new_tokens
+
+    # --- the round ------------------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request) -> list[int]:
+        """Run the prompt through the target and take the first token from its last row."""
+        target, length = self.target, len(request.ids)
+        capacity = length + request.output.limit + self.block_size
+        request.target_cache = target.new_cache(1, capacity)
+        prompt = torch.tensor([request.ids], device=target.device)
+        out = target.prefill(prompt, request.target_cache)
+        _, _, bonus = self._accept(request, out, prompt[:, -1:], None)
+        request.starts += 1
+        if self.block_size > 1 and self.drafter is not None:
+            request.context = self.drafter.new_cache(1, capacity)
+            request.features = out.features
+        return [int(bonus)]
+
+    def _round(self, request: Request) -> tuple[list[int], list[int]]:
+        """Propose, verify, accept, commit: the block that was verified, and its 1 to block_size new tokens."""
+        target = self.target
+        anchors = torch.tensor([request.ids[-1]], device=target.device)
+        block, proposal = anchors[:, None], None
+        slots = self._useful_slots(request)
+        if request.context is not None and slots > 1:
+            proposal = self._propose(request, anchors)
+            block = torch.cat([block, proposal.tokens[:, : slots - 1]], 1)
+        out = target.verify(block, request.target_cache)
+        index, num_accepted, bonus = self._accept(request, out, block, proposal)
+        target.commit(request.target_cache, index, num_accepted)
+        accepted = int(num_accepted)
+        request.features = None if out.features is None else out.features[:, : accepted + 1]
+        request.starts += accepted + 1
+        tokens = block.tolist()[0]
+        return tokens, [*tokens[1 : accepted + 1], int(bonus)]
+
+    def _useful_slots(self, request: Request) -> int:
+        """A full block, but no position at or beyond the target's context limit."""
+        longest = self.target.max_length
+        if longest is None:
+            return self.block_size
+        return max(1, min(self.block_size, longest - len(request.ids)))
+
+    def _propose(self, request: Request, anchors: Tensor) -> Proposal:
+        if self.drafter is None or request.features is None:
+            raise RuntimeError("Speculator: a round needs the features of the tokens committed before it")
+        self.drafter.append_context(request.features, request.context)
+        sampled = self.draft_sampling and not request.params.greedy
+        return self.drafter.propose(
+            anchors,
+            request.context,
+            embed=self.target.embed_weight,
+            head=self.target.head,
+            block_size=self.block_size,
+            temperature=request.params.temperature if sampled else None,
+            seeds=request.seeds,
+        )
+
+    def _accept(
+        self, request: Request, out: TargetOutput, block: Tensor, proposal: Proposal | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q = None
+        if proposal is not None and proposal.probs is not None:
+            drafted = block.shape[1] - 1
+            q = (proposal.candidates[:, :drafted], proposal.probs[:, :drafted])
+        params = request.params
+        return self.ops.reject_sample(
+            request.process(out.logits, block),
+            block,
+            None,
+            q,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            request.seeds,
+            request.starts,
+        )
+
+
+def _tokenizer_stops(tokenizer: Any) -> list[int]:
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return [] if eos is None else [eos]
+
+
+def _usable_backend(backend: str, device: torch.device) -> str:
+    if backend == "reference":
+        return "reference (plain torch)"
+    if backend not in ("auto", "native"):
+        raise ValueError(f"Speculator: backend must be 'auto', 'native' or 'reference', got {backend!r}")
+    loaded = _backends.load({"xpu": "sycl"}.get(device.type, device.type))
+    if loaded.module is None:
+        raise RuntimeError(
+            f"Speculator: there are no native ops for {device} ({loaded.reason}); "
+            "backend='reference' runs in plain torch"
+        )
+    return f"{loaded.name} ({loaded.module.description()})"
+
+
+def _refuse_unknown(
+    path: str = "walk", num_nodes: int | None = None, quantize: str | None = None, optimize: str | None = None
+) -> None:
+    if path != "walk":
+        raise ValueError(f"Speculator: path must be 'walk' in this version, got {path!r}")
+    for name, value in (("num_nodes", num_nodes), ("quantize", quantize), ("optimize", optimize)):
+        if value is not None:
+            raise ValueError(f"Speculator: {name} must be None in this version, got {value!r}")
