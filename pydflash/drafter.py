@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from . import checkpoint, ops, reference
 from .cache import KVCache
 from .config import DrafterConfig, check_target
-from .layers import CandidateSelector, DrafterLayer
+from .layers import CandidateSelector, Convolve, DrafterLayer
 from .rope import RotaryTable
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -232,7 +232,8 @@ class Drafter(nn.Module):
         """The k and v rows of every layer's qkv projection as one weight, kept until a projection changes."""
         linears = [layer.qkv_proj for layer in self.stack]
         first = self.stack[0].sizes[0] * self.config.head_dim
-        if torch.is_grad_enabled() and self.training:
+        # With gradients the weights must be seen; weights made in inference mode do not tell when they change.
+        if torch.is_grad_enabled() or linears[0].weight.is_inference():
             return _stacked(linears, first)
         mark = tuple((w.data_ptr(), w.dtype, w._version) for m in linears for w in m.parameters())
         if self._context_weights is None or self._context_weights[0] != mark:
@@ -259,8 +260,7 @@ class Drafter(nn.Module):
         embeddings: Tensor,
         positions: Tensor,
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-        *,
-        native: bool = False,
+        convolve: Convolve = reference.block_conv,
     ) -> Tensor:
         """Final-normed hidden states of block rows.
 
@@ -269,15 +269,15 @@ class Drafter(nn.Module):
             positions: [B, S] absolute position of each row.
             attend: `attend(layer, q [B, Hq, S, D], k, v [B, Hkv, S, D]) -> [B, Hq, S, D]`: attention of the rows
                 over what that layer may see, their own keys and values among it.
-            native: use the compiled convolution, which has no gradient.
+            convolve: the block convolution of DFlash 2; the compiled one has no gradient.
 
         Returns: [B, S, H].
         """
         cos, sin = (table[:, :, None] for table in self._rotary.lookup(positions.long()))
-        convolve = self.ops.block_conv if native else reference.block_conv
         x = embeddings
         for i, layer in enumerate(self.stack):
-            x = layer(x, self._rotary, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v), convolve)
+            q, k, v, after = layer.before_attention(x, self._rotary, cos, sin, convolve)
+            x = layer.after_attention(x, attend(i, q, k, v), after, convolve)
         return self.norm(x)
 
     def hidden(self, anchors: Tensor, cache: KVCache, table: Tensor | nn.Module | None, block_size: int) -> Tensor:
@@ -295,7 +295,7 @@ class Drafter(nn.Module):
             k_cache, v_cache = cache.k[layer], cache.v[layer]
             return self.ops.block_attention(q, k_cache, v_cache, k, v, lengths, visible, depths, config.window(layer))
 
-        return self(self.embed(ids, table), lengths[:, None] + depths, attend, native=True)
+        return self(self.embed(ids, table), lengths[:, None] + depths, attend, self.ops.block_conv)
 
     def logits(self, hidden: Tensor, head: nn.Module | None) -> Tensor:
         """Draft logits [..., V or draft vocabulary] of hidden states, multiplier and soft cap applied."""
@@ -303,7 +303,7 @@ class Drafter(nn.Module):
         if head is None:
             raise ValueError("logits: the target's head must be given: this drafter has none of its own")
         weight = getattr(head, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_floating_point():  # else quantised: the module knows
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1:  # else quantised
             hidden = hidden.to(weight.dtype)
         logits = head(hidden)
         if self.config.output_multiplier != 1:

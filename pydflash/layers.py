@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from .config import DrafterConfig
 from .rope import RotaryTable
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -35,15 +34,14 @@ class BlockConv(nn.Module):
             self.base_kernel[:, 0] = 1
             self.kernel_projection.weight.zero_()
 
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], convolve: Convolve) -> Tensor:
-        """convolve(sublayer(convolve(x))) with both deltas projected from x [B, S, H]."""
-        delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
-        y = sublayer(convolve(x, self.base_kernel[0], delta[:, :, 0]))
-        return convolve(y, self.base_kernel[1], delta[:, :, 1])
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The deltas [B, S, T, G] of the convolutions before and after the sublayer, from its input x [B, S, H]."""
+        before, after = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups)).unbind(2)
+        return before, after
 
 
 class DrafterLayer(nn.Module):
-    """One pre-norm layer. The caller's `attend(q, k, v)` decides which keys besides the block's own are seen."""
+    """One pre-norm layer in two halves: between them the caller attends, and decides which keys are seen."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -63,28 +61,33 @@ class DrafterLayer(nn.Module):
         self.attention_conv = BlockConv(config) if convolved else None
         self.mlp_conv = BlockConv(config) if convolved else None
 
-    def forward(
-        self, x: Tensor, rotary: RotaryTable, cos: Tensor, sin: Tensor, attend: Attend, convolve: Convolve
-    ) -> Tensor:
-        """x [B, S, H] to [B, S, H]; cos and sin [B or 1, S, 1, D / 2] of the slots' positions."""
+    def before_attention(
+        self, x: Tensor, rotary: RotaryTable, cos: Tensor, sin: Tensor, convolve: Convolve
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v [B, h, S, D] of x [B, S, H], and the delta for the convolution after attention."""
+        u, after = self.input_layernorm(x), None
+        if self.attention_conv is not None:
+            before, after = self.attention_conv.project(u)
+            u = convolve(u, self.attention_conv.base_kernel[0], before)
+        q, k, v = self.qkv_proj(u).unflatten(-1, (-1, self.head_dim)).split(self.sizes, 2)
+        q, k = rotary.rotate(self.q_norm(q), cos, sin), rotary.rotate(self.k_norm(k), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), after
 
-        def attention(u: Tensor) -> Tensor:
-            heads = self.qkv_proj(u).unflatten(-1, (-1, self.head_dim))
-            q, k, v = heads.split(self.sizes, 2)
-            q, k = rotary.rotate(self.q_norm(q), cos, sin), rotary.rotate(self.k_norm(k), cos, sin)
-            out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-            return self.o_proj(out.transpose(1, 2).flatten(2))
-
-        def mlp(u: Tensor) -> Tensor:
-            gate, up = self.gate_up_proj(u).chunk(2, -1)
-            return self.down_proj(F.silu(gate) * up)
-
-        x = x + _around(self.attention_conv, self.input_layernorm(x), attention, convolve)
-        return x + _around(self.mlp_conv, self.post_attention_layernorm(x), mlp, convolve)
-
-
-def _around(conv: BlockConv | None, u: Tensor, sublayer: Callable[[Tensor], Tensor], convolve: Convolve) -> Tensor:
-    return sublayer(u) if conv is None else conv(u, sublayer, convolve)
+    def after_attention(self, x: Tensor, attended: Tensor, after: Tensor | None, convolve: Convolve) -> Tensor:
+        """The rest of the layer: x [B, S, H] and attention's output [B, Hq, S, D] to [B, S, H]."""
+        y = self.o_proj(attended.transpose(1, 2).flatten(2))
+        if self.attention_conv is not None and after is not None:
+            y = convolve(y, self.attention_conv.base_kernel[1], after)
+        x = x + y
+        u = self.post_attention_layernorm(x)
+        if self.mlp_conv is not None:
+            before, after = self.mlp_conv.project(u)
+            u = convolve(u, self.mlp_conv.base_kernel[0], before)
+        gate, up = self.gate_up_proj(u).chunk(2, -1)
+        y = self.down_proj(F.silu(gate) * up)
+        if self.mlp_conv is not None and after is not None:
+            y = convolve(y, self.mlp_conv.base_kernel[1], after)
+        return x + y
 
 
 class CandidateSelector(nn.Module):

@@ -68,7 +68,7 @@ def _capsule(x: Tensor | None) -> object:
 def _attention_out(q: Tensor) -> Tensor:
     batch, heads, slots, dim = q.shape
     # [B, S, Hq, D] in memory: the output projection reads it as [B, S, Hq * D] without a copy.
-    return q.new_empty(batch, slots, heads, dim).transpose(1, 2)
+    return q.new_empty_strided(q.shape, (slots * heads * dim, dim, heads * dim, 1))
 
 
 def _block_attention(

@@ -57,7 +57,8 @@ class SamplingParams:
         A config that does not sample (`do_sample` false or absent) gives temperature 0.
         """
         if temperature is None:
-            temperature = (defaults.get("temperature") or 1.0) if defaults.get("do_sample") else 0.0
+            own = defaults.get("temperature")
+            temperature = 0.0 if not defaults.get("do_sample") else 1.0 if own is None else own
         if top_k is None:
             top_k = defaults.get("top_k") or 0
         if top_p is None:
@@ -78,13 +79,13 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist()
     if isinstance(seed, int):
         return [_signed(seed)] * batch
-    if len(seed) != batch:
-        raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {len(seed)}")
-    return [_signed(int(s)) for s in seed]
+    if not isinstance(seed, Sequence) or len(seed) != batch:
+        raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {seed!r}")
+    return [_signed(s) for s in seed]
 
 
 def _signed(seed: int) -> int:
     """The same 64 bits as a signed integer, as torch stores them."""
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"sampling: seed must fit in 64 bits, got {seed}")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"sampling: seed must be an integer of 64 bits, got {seed!r}")
     return seed - 2**64 if seed >= 2**63 else seed

@@ -169,7 +169,7 @@ class Speculator:
             seed: Number for all prompts, one number each, or None for fresh draws. At temperature > 0 without
                 `draft_sampling` the text for a seed does not depend on the drafter.
             stop_token_ids: None takes the target's end-of-sequence tokens; [] none.
-            stop_strings: The text ends with the first of them that appears.
+            stop_strings: The text ends with the first of them that appears. None takes the target's; [] none.
             logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, as in transformers, applied
                 at every position with the tokens before it.
             return_proposals: Keep each round's block in `stats.proposals`.
@@ -227,6 +227,8 @@ class Speculator:
         ids = encode(prompts[0], self.tokenizer, chat_template, self.target.embed_weight.shape[0])
         if stop_token_ids is None:
             stop_token_ids = self.defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
+        if stop_strings is None:
+            stop_strings = self.defaults.stop_strings
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         limit = self._token_limit(len(ids), max_new_tokens)
@@ -237,15 +239,15 @@ class Speculator:
             params=params,
             seeds=torch.tensor(row_seeds(seed, 1), device=device),
             processors=[*own, *(logits_processor or ())],
-            output=Output(self.tokenizer, limit, stop_token_ids, stop_strings or ()),
+            output=Output(self.tokenizer, limit, stop_token_ids, stop_strings),
             stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
             starts=torch.full((1,), len(ids) - 1, dtype=torch.int32, device=device),
         )
         return Stream(request, self._prefill, self._round)
 
     def _token_limit(self, prompt_length: int, max_new_tokens: int | None) -> int:
-        if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 0):
-            raise ValueError(f"max_new_tokens: must be >= 0, got {max_new_tokens}")
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
+            raise ValueError(f"max_new_tokens: must be an integer >= 0, got {max_new_tokens!r}")
         longest = self.target.max_length
         if longest is not None:
             if prompt_length > longest:

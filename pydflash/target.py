@@ -165,6 +165,20 @@ class Target:
             self._run_block(block.tokens[:, :kept], cache, last_only=True, taps=False)
         cache.advance(kept)
 
+    def encode(self, ids: Tensor, *, all_logits: bool = True) -> TargetOutput:
+        """Run whole texts without a cache, as training does.
+
+        ids: [B, P] integers, shorter texts filled up on the right (nothing before the filling sees it).
+        Returns logits [B, P, V], or [B, 1, V] of the last column, and features [B, P, F * H].
+        """
+        short = not all_logits and self._takes_logits_to_keep
+        taken: dict[int, Tensor] = {}
+        with torch.no_grad(), self._borrow(taken, self.layer_ids):
+            arguments = {"logits_to_keep": 1} if short else {}
+            logits = self.model(input_ids=ids, use_cache=False, **arguments).logits
+        features = torch.cat([taken[i] for i in self.layer_ids], -1).to(self.dtype) if taken else None
+        return TargetOutput(logits if all_logits else logits[:, -1:], features)
+
     def close(self) -> None:
         """End the use of this target. The model itself is left as it was given."""
         self._closed = True

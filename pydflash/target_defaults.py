@@ -31,6 +31,8 @@ _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "force_words_ids": (),
     "watermarking_config": (),
     "dola_layers": (),
+    "max_time": (),
+    "token_healing": (False,),
 }
 
 
@@ -40,6 +42,7 @@ class GenerationDefaults:
     Attributes:
         sampling: do_sample, temperature, top_k, top_p and min_p, as far as the config sets them explicitly.
         stop_token_ids: Its end-of-sequence tokens.
+        stop_strings: Its stop strings.
 
     Raises: ValueError naming an option the config sets that is not honoured here.
     """
@@ -59,6 +62,7 @@ class GenerationDefaults:
         self.sampling = {name: explicit[name] for name in names if name in explicit}
         eos = getattr(config, "eos_token_id", None)
         self.stop_token_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self.stop_strings: str | list[str] = getattr(config, "stop_strings", None) or []
         self._config = config
 
     def processors(self, prompt_length: int, stop_token_ids: Sequence[int], device: torch.device) -> list[Any]:

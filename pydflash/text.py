@@ -13,13 +13,18 @@ Prompt = Any  # text, chat messages, token ids (list or tensor), or a list of th
 def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
     """The single prompts of an argument, and whether it was a list of prompts."""
     if isinstance(prompt, Tensor):
-        if prompt.dim() not in (1, 2):
-            raise ValueError(f"prompt: token ids must be [P] or [B, P], got {list(prompt.shape)}")
+        if prompt.dim() not in (1, 2) or prompt.is_floating_point():
+            raise ValueError(f"prompt: token ids must be [P] or [B, P] integers, got {list(prompt.shape)} {prompt.dtype}")
         return ([prompt.tolist()], False) if prompt.dim() == 1 else (prompt.tolist(), True)
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
             raise ValueError(f"prompt: a mapping must have 'input_ids', got {sorted(prompt)}")
-        return split_prompts(prompt["input_ids"])
+        rows, many = split_prompts(prompt["input_ids"])
+        if "attention_mask" in prompt:  # what it does not show is padding
+            masks, _ = split_prompts(prompt["attention_mask"])
+            both = zip(rows, masks, strict=True)
+            rows = [[i for i, seen in zip(row, mask, strict=True) if seen] for row, mask in both]
+        return rows, many
     if isinstance(prompt, str):
         return [prompt], False
     if not isinstance(prompt, Sequence) or not prompt:

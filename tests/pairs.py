@@ -47,7 +47,7 @@ def config_dict(version: int, **changes: Any) -> dict[str, Any]:
 
 def build_drafter(version: int, seed: int = 0, **changes: Any) -> Drafter:
     """A drafter with random weights in every tensor, convolutions and selector included."""
-    drafter = Drafter(DrafterConfig.from_dict(config_dict(version, **changes)), backend="reference")
+    drafter = Drafter(DrafterConfig.from_dict(config_dict(version, **changes)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
@@ -114,7 +114,7 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
     config, size = drafter.config, drafter.config.block_size
     torch.manual_seed(0)
     prompts = fitted_prompts()
-    texts = [Speculator(model, None, backend="reference").generate(p, 60, temperature=0.0).token_ids for p in prompts]
+    texts = [Speculator(model, None).generate(p, 60, temperature=0.0).token_ids for p in prompts]
     ids = torch.cat([prompts, torch.tensor(texts)], 1)
     target = Target(model, config.target_layer_ids)
     with torch.no_grad():
