@@ -142,6 +142,7 @@ void path_select(Capsule logits_, MaybeCapsule hidden_, MaybeCapsule predecessor
     TensorView hidden(op, "hidden", *hidden_), predecessor(op, "predecessor", predecessor_.value()),
         successor(op, "successor", successor_.value());
     hidden.floating().shape({batch, slots, -1}, "[B, S-1, r]").contiguous();
+    if (hidden.dim(2) < 1) refuse("path_select: the rank r of hidden must be at least 1, got 0");
     predecessor.like(hidden).shape({-1, hidden.dim(2)}, "[V, r]").contiguous();
     successor.like(hidden).shape({predecessor.dim(0), hidden.dim(2)}, "[V, r]").contiguous();
     if (predecessor.dim(0) < vocab_size)

@@ -137,6 +137,7 @@ class TensorView {
     return *this;
   }
   const TensorView& contiguous() const {
+    if (empty()) return *this;  // strides of nothing mean nothing
     int64_t dense = 1;
     for (int i = int(shape_.size()) - 1; i >= 0; --i) {
       if (shape_[i] > 1 && strides_[i] != dense) fail("contiguous", text("stride ", strides_[i], " in dim ", i));

@@ -1,31 +1,52 @@
-#include "cpu/cpu.h"
+#include "cpu/vector.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
-template <class T>
-void run(const BlockConvParams& p) {
-  const int64_t group_size = p.channels / p.groups;
+// One slot, N channels at a time; N divides the group, so a vector of channels shares its dynamic taps.
+template <class T, int N>
+void slot(const BlockConvParams& p, const T* x, const T* delta, int taps, T* y) {
+  const int group = p.channels / p.groups;
   const T* base = static_cast<const T*>(p.base);
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * p.channels > 1 << 16)
-  for (int b = 0; b < p.batch; ++b) {
-    for (int i = 0; i < p.slots; ++i) {
-      const T* x = static_cast<const T*>(p.x) + b * p.x_stride[0] + i * p.x_stride[1];
-      const T* delta = static_cast<const T*>(p.delta) + b * p.delta_stride[0] + i * p.delta_stride[1];
-      T* y = static_cast<T*>(p.y) + (int64_t(b) * p.slots + i) * p.channels;
-      const int taps = i + 1 < p.taps ? i + 1 : p.taps;
-      for (int g = 0; g < p.groups; ++g) {
-        const int64_t first = g * group_size;
-        for (int64_t c = first; c < first + group_size; ++c) {
-          float sum = 0;
-          for (int t = 0; t < taps; ++t)
-            sum += (to_float(base[t * p.channels + c]) + to_float(delta[t * p.delta_stride[2] + g])) *
-                   to_float(x[c - t * p.x_stride[1]]);
-          y[c] = from_float<T>(sum);
-        }
-      }
+  for (int g = 0; g < p.groups; ++g) {
+    float dynamic[8];
+    for (int t = 0; t < taps; ++t) dynamic[t] = to_float(delta[t * p.delta_stride[2] + g]);
+    for (int c = g * group; c < (g + 1) * group; c += N) {
+      auto sum = (load<N>(base + c) + dynamic[0]) * load<N>(x + c);
+      for (int t = 1; t < taps; ++t)
+        sum += (load<N>(base + int64_t(t) * p.channels + c) + dynamic[t]) * load<N>(x + c - t * p.x_stride[1]);
+      store<N>(y + c, sum);
     }
   }
+}
+
+// Groups no vector divides.
+template <class T>
+void narrow_slot(const BlockConvParams& p, const T* x, const T* delta, int taps, T* y) {
+  const int group = p.channels / p.groups;
+  const T* base = static_cast<const T*>(p.base);
+  for (int c = 0; c < p.channels; ++c) {
+    float sum = 0;
+    for (int t = 0; t < taps; ++t)
+      sum += (to_float(base[int64_t(t) * p.channels + c]) + to_float(delta[t * p.delta_stride[2] + c / group])) *
+             to_float(x[c - t * p.x_stride[1]]);
+    y[c] = from_float<T>(sum);
+  }
+}
+
+template <class T>
+void run(const BlockConvParams& p) {
+  const int group = p.channels / p.groups;
+  const auto one = group % kLanes == 0 ? slot<T, kLanes>
+                   : group % 8 == 0    ? slot<T, 8>
+                   : group % 4 == 0    ? slot<T, 4>
+                                       : narrow_slot<T>;
+#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * p.channels > 1 << 18)
+  for (int b = 0; b < p.batch; ++b)
+    for (int i = 0; i < p.slots; ++i)
+      one(p, static_cast<const T*>(p.x) + b * p.x_stride[0] + i * p.x_stride[1],
+          static_cast<const T*>(p.delta) + b * p.delta_stride[0] + i * p.delta_stride[1],
+          i + 1 < p.taps ? i + 1 : p.taps, static_cast<T*>(p.y) + (int64_t(b) * p.slots + i) * p.channels);
 }
 
 }  // namespace
