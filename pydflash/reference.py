@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)  # what a random number is for; part of its key
+_WORD = 0xFFFFFFFF
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: int, slots: Tensor | int = 0) -> Tensor:
@@ -26,22 +27,25 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: int, slots: Tensor | int 
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
-    mask = 0xFFFFFFFF
-    seeds, positions = torch.broadcast_tensors(seeds.long(), positions.long())
-    slots = torch.as_tensor(slots, device=seeds.device).long().expand_as(seeds)
-    key = [seeds & mask, (seeds >> 32) & mask]
-    counter = [positions & mask, torch.zeros_like(seeds), slots & mask, torch.full_like(seeds, purpose)]
+    words = (seeds.long(), positions.long(), torch.as_tensor(slots, device=seeds.device).long())
+    key, position, slot = torch.broadcast_tensors(*words)
+    counter = [position & _WORD, torch.zeros_like(key), slot & _WORD, torch.full_like(key, purpose)]
+    return (philox([key & _WORD, (key >> 32) & _WORD], counter) >> 8).float() * 2.0**-24
+
+
+def philox(key: list[Tensor], counter: list[Tensor]) -> Tensor:
+    """The first output word of Philox4x32-10; all words are int64 tensors in [0, 2^32)."""
     for _ in range(10):
         # The low 64 bits of the product are right in wrapping int64 arithmetic, the sign bit is masked away.
         product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         counter = [
-            ((product1 >> 32) & mask) ^ counter[1] ^ key[0],
-            product1 & mask,
-            ((product0 >> 32) & mask) ^ counter[3] ^ key[1],
-            product0 & mask,
+            ((product1 >> 32) & _WORD) ^ counter[1] ^ key[0],
+            product1 & _WORD,
+            ((product0 >> 32) & _WORD) ^ counter[3] ^ key[1],
+            product0 & _WORD,
         ]
-        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-    return (counter[0] >> 8).float() * 2.0**-24
+        key = [(key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD]
+    return counter[0]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -212,14 +216,14 @@ def filtered_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: 
 def reject_sample(
     target_logits: Tensor,
     tokens: Tensor,
-    parents: Tensor | None,
-    draft_probs: tuple[Tensor, Tensor] | Tensor | None,
-    temperature: Tensor | float,
-    top_k: Tensor | int,
-    top_p: Tensor | float,
-    min_p: Tensor | float,
-    seeds: Tensor | int,
-    starts: Tensor,
+    parents: Tensor | None = None,
+    draft_probs: tuple[Tensor, Tensor] | Tensor | None = None,
+    temperature: Tensor | float = 0.0,
+    top_k: Tensor | int = 0,
+    top_p: Tensor | float = 1.0,
+    min_p: Tensor | float = 0.0,
+    seeds: Tensor | int = 0,
+    starts: Tensor | int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Acceptance and the next token; see `pydflash.ops.reject_sample`."""
@@ -235,41 +239,39 @@ def reject_sample(
     bonus = torch.zeros(batch, dtype=torch.int64, device=device)
     for b in range(batch):
         one = slice(b, b + 1)
-        current, depth, count = 0, 0, 0
+        slot, count = 0, 0
         index[b, 0] = 0
         while True:
-            row, position = target_logits[one, current], starts[one] + depth + 1
-            greedy = bool(heat[b] <= 0)
-            if greedy:
+            row, position = target_logits[one, slot], starts[one] + count + 1
+            draft = int(tokens[b, slot + 1]) if slot + 1 < slots else -1
+            token, following = -1, None
+            if not bool(heat[b] > 0):
                 token = int(_wide(row).nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
+                following = _child(tokens[b], None if parents is None else parents[b], slot, token)
             else:
                 weights = filtered_weights(row, heat[one], kept[one], nucleus[one], floor[one])
-            draft = int(tokens[b, current + 1]) if current + 1 < slots else -1
-            if not greedy and draft_probs is not None and draft >= 0:
-                p = weights / weights.sum()
-                q = _dense_row(draft_probs, b, current, p)
-                u = uniform(seeds[one], position, ACCEPT).to(p)
-                if draft < p.shape[-1] and bool(u * q[0, draft] < p[0, draft]):
-                    current, depth, count = current + 1, depth + 1, count + 1
-                    index[b, count] = current
-                    continue
-                residual = (p - q.nan_to_num(0.0).clamp_min(0)).clamp_min(0)
-                residual = residual if bool(residual.sum() > 0) else p
-                bonus[b] = _inverse_cdf(residual, uniform(seeds[one], position, RESIDUAL))[0]
+                if draft_probs is None or draft < 0:
+                    token = int(_inverse_cdf(weights, uniform(seeds[one], position, TARGET)))
+                    following = _child(tokens[b], None if parents is None else parents[b], slot, token)
+                else:
+                    p = weights / weights.sum()
+                    q = _draft_row(draft_probs, b, slot, p).clamp_min(0)
+                    u = uniform(seeds[one], position, ACCEPT).to(p)
+                    if draft < p.shape[-1] and bool(u * q[0, draft] < p[0, draft]):  # never where q is NaN
+                        following = slot + 1
+                    else:
+                        residual = (p - q.nan_to_num(0.0)).clamp_min(0)
+                        residual = residual if bool(residual.sum() > 0) else p
+                        token = int(_inverse_cdf(residual, uniform(seeds[one], position, RESIDUAL)))
+            if following is None:
                 break
-            if not greedy:
-                token = int(_inverse_cdf(weights, uniform(seeds[one], position, TARGET)))
-            child = _child(tokens[b], None if parents is None else parents[b], current, token)
-            if child is None:
-                bonus[b] = token
-                break
-            current, depth, count = child, depth + 1, count + 1
-            index[b, count] = current
-        accepted[b] = count
+            slot, count = following, count + 1
+            index[b, count] = slot
+        accepted[b], bonus[b] = count, token
     return index, accepted, bonus
 
 
-def _dense_row(draft_probs: tuple[Tensor, Tensor] | Tensor, b: int, slot: int, like: Tensor) -> Tensor:
+def _draft_row(draft_probs: tuple[Tensor, Tensor] | Tensor, b: int, slot: int, like: Tensor) -> Tensor:
     if isinstance(draft_probs, Tensor):
         return draft_probs[b : b + 1, slot, : like.shape[-1]].to(like)
     ids, probs = draft_probs[0][b, slot], draft_probs[1][b, slot].to(like)

@@ -1,0 +1,289 @@
+"""What is emitted is distributed as the filtered target, whatever proposes: chi-square tests of 200k tokens each.
+
+All seeds are fixed. FAMILY tests share a level of 1e-4 (Bonferroni): a p-value below ALPHA = 1e-4 / FAMILY fails, so
+with other seeds a right sampler fails about once in 10,000 runs of the file. With 200k draws over a law whose tokens
+have at least 0.15 each, moving 0.01 from one token to another is found with a probability above 0.999
+(`test_power`). Laws p are written out here or computed in float64, apart from the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from pydflash import ops
+
+DRAWS = 200_000
+FAMILY = 64
+ALPHA = 1e-4 / FAMILY
+P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+
+Draft = tuple[Tensor, Any, Tensor | None]  # tokens [B, S], q, parents
+Propose = Callable[[Tensor, Tensor, Tensor], Draft]  # (anchors, seeds, starts)
+
+
+def p_value(tokens: Tensor, law: Tensor) -> float:
+    """Chi-square of drawn ids against a law; 0 if an id of no probability was drawn."""
+    counts = torch.bincount(tokens.flatten(), minlength=law.numel()).double()
+    if counts[law == 0].sum() > 0:
+        return 0.0
+    counts, law = counts[law > 0], law[law > 0].double()
+    law = law / law.sum()
+    return float(stats.chisquare(counts.numpy(), (law * counts.sum()).numpy()).pvalue)
+
+
+def draw(law: Tensor, count: int, seed: int) -> Tensor:
+    """Ids from one law [V] by torch's own generator."""
+    return pick(law.expand(count, -1), torch.Generator().manual_seed(seed))
+
+
+def pick(laws: Tensor, generator: torch.Generator) -> Tensor:
+    """One id from each of [count, V] laws, which need not sum to 1."""
+    cumulative = laws.double().cumsum(-1)
+    u = torch.rand(len(laws), 1, generator=generator, dtype=torch.float64)
+    return (cumulative <= u * cumulative[:, -1:]).sum(-1)
+
+
+def first_token(logits: Tensor, drafts: Tensor, q: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """The first emitted token of DRAWS blocks of one draft, and which drafts were accepted."""
+    rows = logits[None, None].expand(DRAWS, 2, len(logits))
+    tokens = torch.stack([torch.zeros_like(drafts), drafts], 1)
+    if isinstance(q, tuple):
+        q = tuple(t[None, None].expand(DRAWS, 1, -1) for t in q)
+    elif q is not None:
+        q = q.float()[None, None].expand(DRAWS, 1, -1)
+    _, accepted, bonus = ops.reject_sample(rows, tokens, None, q, seeds=torch.arange(DRAWS) + 10**9, **options)
+    return torch.where(accepted > 0, drafts, bonus), accepted > 0
+
+
+def test_power() -> None:
+    law = torch.full((6,), 0.8 / 5).double()
+    law[0] = 0.2
+    shift = torch.tensor([0.01, -0.01, 0, 0, 0, 0]).double()
+    noncentrality = float(DRAWS * (shift**2 / law).sum())
+    assert stats.ncx2.sf(stats.chi2.isf(ALPHA, 5), 5, noncentrality) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "sparse", "argmax", "other"])
+def test_first_token_for_every_kind_of_proposal(kind: str, dtype: torch.dtype) -> None:
+    logits = P.log().to(dtype)
+    law = logits.double().softmax(-1)  # of the rounded logits: bfloat16 moves p by up to 0.004
+    if kind == "argmax":
+        emitted, accepted = first_token(logits, torch.zeros(DRAWS, dtype=torch.int64), temperature=1.0)
+        rate = law[0]
+    elif kind == "other":
+        emitted, accepted = first_token(logits, draw(Q, DRAWS, 1), temperature=1.0)
+        rate = (law * Q).sum()
+    else:
+        q = Q if kind == "dense" else (torch.tensor([2, 0, -1, 1]), Q[[2, 0, 0, 1]].float())
+        emitted, accepted = first_token(logits, draw(Q, DRAWS, 1), q, temperature=1.0)
+        rate = torch.minimum(law, Q).sum()  # 0.7 for float32
+    assert p_value(emitted, law) > ALPHA
+    assert stats.binomtest(int(accepted.sum()), DRAWS, float(rate)).pvalue > ALPHA
+
+
+def first(count: int, temperature: float) -> Tensor:
+    """softmax(LOGITS / temperature) without what comes after the first `count` in order."""
+    law = (LOGITS.double() / temperature).softmax(-1)
+    law[LOGITS.sort(descending=True, stable=True).indices[count:]] = 0
+    return law
+
+
+LOGITS = torch.tensor([1.0, 0.2, -0.5, 1.4, 0.2, -2.0, 0.9, 0.2])
+# In order at T = 1: ids 3, 0, 6 hold .30 .20 .18, the ties 1, 4, 7 .09 each, then 2 .04 and 5 .01.
+FILTERS: list[tuple[dict[str, Any], Tensor]] = [
+    ({"temperature": 0.3}, first(8, 0.3)),
+    ({"temperature": 1.7}, first(8, 1.7)),
+    ({"temperature": 1.0, "top_k": 5}, first(5, 1.0)),  # cuts between the ties
+    ({"temperature": 1.0, "top_p": 0.75}, first(4, 1.0)),
+    ({"temperature": 1.0, "top_k": 5, "top_p": 0.85}, first(4, 1.0)),  # of the five, not of all, where 5 would stay
+    ({"temperature": 1.0, "min_p": 0.4}, first(3, 1.0)),
+    ({"temperature": 1.7, "top_k": 6, "top_p": 0.8, "min_p": 0.45}, first(5, 1.7)),
+]
+
+
+@pytest.mark.parametrize(("options", "law"), FILTERS, ids=[str(options) for options, _ in FILTERS])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "none"])
+def test_first_token_under_filters(options: dict[str, Any], law: Tensor, kind: str) -> None:
+    soft = (LOGITS.flip(0).double() / 2).softmax(-1)
+    ids = torch.tensor([6, 3, 7, 0])
+    q: Any = {"dense": soft, "sparse": (ids, torch.tensor([0.1, 0.2, 0.3, 0.4])), "none": None}[kind]
+    dense = torch.zeros(8).double().index_add(0, *(ids, q[1].double())) if kind == "sparse" else soft
+    emitted, _ = first_token(LOGITS, draw(dense, DRAWS, 2), q, **options)
+    assert p_value(emitted, law) > ALPHA
+
+
+def mutant(name: str, drafts: Tensor) -> Tensor:
+    """Samplers that are wrong in ways seen in the wild, for the law P and proposals from Q."""
+    generator = np.random.default_rng(4)
+    u, redraw = torch.tensor(generator.random(DRAWS)), draw(P, DRAWS, 5)
+    residual = draw((P - Q).clamp_min(0), DRAWS, 6)
+    ratio = (P / Q)[drafts]
+    return {
+        "accepts with p alone and draws again from p": torch.where(u < P[drafts], drafts, redraw),
+        "accepts with p alone, draws from the residual": torch.where(u < P[drafts], drafts, residual),
+        "draws again from p": torch.where(u < ratio, drafts, redraw),
+        "right": torch.where(u < ratio, drafts, residual),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        ("accepts with p alone and draws again from p", [0.445, 0.357, 0.198]),
+        ("accepts with p alone, draws from the residual", [0.79, 0.15, 0.06]),
+        ("draws again from p", [0.35, 0.39, 0.26]),
+        ("right", P.tolist()),
+    ],
+)
+def test_mutants_are_told_from_the_right_law(name: str, law: list[float]) -> None:
+    emitted = mutant(name, draw(Q, DRAWS, 3))
+    assert (p_value(emitted, P) > ALPHA) == (name == "right")
+    assert p_value(emitted, torch.tensor(law)) > ALPHA
+
+
+def test_a_draft_from_another_law_than_the_reported_q_is_found_out() -> None:
+    emitted, _ = first_token(P.log().float(), torch.ones(DRAWS, dtype=torch.int64), Q, temperature=1.0)
+    assert p_value(emitted, P) < ALPHA
+    assert p_value(emitted, torch.tensor([0.4, 0.6, 0.0])) > ALPHA
+
+
+# A target and drafters on 3 tokens whose law depends on the token before.
+TARGET = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.4, 0.2, 0.4]], dtype=torch.float64)
+DRAFTER = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]], dtype=torch.float64)
+LENGTH, BLOCK, TEXTS = 4, 3, DRAWS // 4
+
+
+def emit(propose: Propose, temperature: Tensor, length: int = LENGTH) -> Tensor:
+    """A text of `length` tokens for each temperature, by whole rounds from token 0 on."""
+    count = len(temperature)
+    text = torch.full((count, length + 8), -1)
+    text[:, 0] = 0
+    rows, seeds, starts = torch.arange(count), torch.arange(count) * 7919, torch.zeros(count, dtype=torch.int64)
+    while bool((starts < length).any()):
+        anchors = text[rows, starts]
+        tokens, q, parents = propose(anchors, seeds, starts)
+        logits = TARGET.log().float()[tokens]
+        index, accepted, bonus = ops.reject_sample(
+            logits, tokens, parents, q, temperature, seeds=seeds, starts=starts.int()
+        )
+        path = tokens.gather(1, index.clamp_min(0).long())
+        for depth in range(1, tokens.shape[1]):
+            on = (depth <= accepted) & (starts < length)
+            text[rows[on], starts[on] + depth] = path[on, depth]
+        live = starts < length
+        text[rows[live], (starts + accepted + 1)[live]] = bonus[live]
+        starts = torch.where(live, starts + accepted + 1, starts)
+    return text[:, 1 : length + 1]
+
+
+class Chain:
+    """Sampled drafts, with the q they were drawn from: dense, or sparse in another order."""
+
+    def __init__(self, sparse: bool) -> None:
+        self.sparse, self.generator = sparse, torch.Generator().manual_seed(11)
+
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+        tokens, laws = [anchors], []
+        for _ in range(BLOCK - 1):
+            laws.append(DRAFTER[tokens[-1]].float())
+            tokens.append(pick(laws[-1], self.generator))
+        probs = torch.stack(laws, 1)
+        if not self.sparse:
+            return torch.stack(tokens, 1), probs, None
+        order = torch.tensor([2, 0, 1])
+        return torch.stack(tokens, 1), (order.expand(probs.shape), probs[..., order]), None
+
+
+def plain(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    return anchors[:, None], None, None
+
+
+def argmax_chain(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    best = DRAFTER.argmax(-1)
+    return torch.stack([anchors, best[anchors], best[best[anchors]]], 1), None, None
+
+
+def tree(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    """Two children of the anchor, and one of each of them."""
+    top = DRAFTER.topk(2, -1).indices
+    children = top[anchors]
+    tokens = torch.cat([anchors[:, None], children, top[children[:, 0], 1:], top[children[:, 1], :1]], 1)
+    return tokens, None, torch.tensor([0, 0, 0, 1, 2]).expand(tokens.shape).int()
+
+
+class Walk:
+    """Drafts of path_select with a selector, K = 2 of 3 tokens at temperature 0.6, and the q it reports."""
+
+    def __init__(self, reported: float) -> None:
+        self.reported = reported  # the temperature q is computed with; 0.6 is the truth
+        generator = torch.Generator().manual_seed(12)
+        self.predecessor, self.successor, hidden = (torch.randn(n, 4, generator=generator) for n in (3, 3, 2))
+        self.hidden = hidden
+
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+        count = len(anchors)
+        logits = DRAFTER.log().float()[anchors][:, None].expand(count, BLOCK - 1, 3)
+        hidden = self.hidden.expand(count, -1, -1)
+        drafts, candidates, probs, scores = ops.path_select(
+            logits, hidden, self.predecessor, self.successor, anchors, 0.6, seeds, starts, 2
+        )
+        assert probs is not None
+        if self.reported != 0.6:
+            first = torch.zeros(count, dtype=torch.int64)
+            second = (candidates[:, 0] == drafts[:, :1]).long().argmax(-1)
+            index = torch.stack([first, second], 1)[..., None, None].expand(-1, -1, 1, 2)
+            probs = (scores.gather(2, index)[:, :, 0] / self.reported).softmax(-1)
+        return torch.cat([anchors[:, None], drafts], 1), (candidates, probs), None
+
+
+def joint_law() -> Tensor:
+    """The probability of every text of LENGTH tokens after token 0, as one number in base 3."""
+    law = torch.ones(1).double()
+    texts = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(LENGTH):
+        law = (law[:, None] * TARGET[texts[:, -1]]).flatten()
+        texts = torch.cat([texts.repeat_interleave(3, 0), torch.arange(3).repeat(len(texts))[:, None]], 1)
+    return law
+
+
+def as_numbers(text: Tensor) -> Tensor:
+    return (text * 3 ** torch.arange(text.shape[1] - 1, -1, -1)).sum(-1)
+
+
+PROPOSALS: dict[str, Callable[[], Propose]] = {
+    "none": lambda: plain,
+    "dense q": lambda: Chain(sparse=False),
+    "sparse q": lambda: Chain(sparse=True),
+    "argmax": lambda: argmax_chain,
+    "tree": lambda: tree,
+    "path_select": lambda: Walk(0.6),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSALS)
+def test_joint_law_of_whole_texts(name: str) -> None:
+    """Four tokens, 81 texts, over as many rounds as it takes; every third row is greedy and stays exact."""
+    sampled = torch.arange(TEXTS * 3 // 2) % 3 > 0
+    text = emit(PROPOSALS[name](), sampled.float())
+    assert (text[~sampled] == torch.tensor([0, 0, 0, 0])).all()
+    assert p_value(as_numbers(text[sampled]), joint_law()) > ALPHA
+
+
+def test_q_of_another_temperature_than_the_walk_is_found_out() -> None:
+    text = emit(Walk(reported=1.0), torch.ones(TEXTS))
+    assert p_value(as_numbers(text), joint_law()) < ALPHA
+
+
+def test_without_q_the_text_of_a_seed_does_not_depend_on_the_drafts() -> None:
+    texts = [emit(propose, torch.ones(2000), 24) for propose in (plain, argmax_chain, tree)]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
