@@ -54,9 +54,11 @@ class KVCache:
 
         `skipped` positions before them count as committed but are not stored (no slot can see them any more).
 
-        Raises: ValueError if a sequence would grow beyond `capacity`.
+        Raises: ValueError if a sequence would grow beyond `capacity`, or by more rows than there are.
         """
         if self.lengths.device.type == "cpu":
+            if int(counts.min()) < 0 or int(counts.max()) > index.shape[1]:
+                raise ValueError(f"KVCache: counts must be 0 to {index.shape[1]} (the rows), got {counts.tolist()}")
             needed = int((self.lengths + counts).max()) + skipped
             if needed > self.capacity:
                 raise ValueError(f"KVCache: capacity must be at least {needed} positions, got {self.capacity}")

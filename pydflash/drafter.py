@@ -199,6 +199,7 @@ class Drafter(nn.Module):
         batch, rows, width = features.shape
         if width != self.fc.in_features:
             raise ValueError(f"append_context: features must be [B, C, {self.fc.in_features}], got width {width}")
+        self.reserve(cache.capacity + self.config.block_size)  # the cache may come from another instance
         skipped = max(0, rows - cache.rows) if counts is None else 0  # a ring would overwrite them at once
         features = features[:, skipped:]
         slots = torch.arange(rows - skipped, device=features.device, dtype=torch.int32)
@@ -231,6 +232,11 @@ class Drafter(nn.Module):
     def _context_projection(self) -> tuple[Tensor, Tensor | None]:
         """The k and v rows of every layer's qkv projection as one weight, kept until a projection changes."""
         linears = [layer.qkv_proj for layer in self.stack]
+        for i, linear in enumerate(linears):
+            # A packed weight cannot be cut into rows, and an adapter around a layer would be passed over.
+            if type(linear) is not nn.Linear or hasattr(linear.weight, "__tensor_flatten__"):
+                got = f"{type(linear).__name__} of {type(getattr(linear, 'weight', None)).__name__}"
+                raise ValueError(f"Drafter: layers.{i}.qkv_proj must be a plain nn.Linear, unquantised, got {got}")
         first = self.stack[0].sizes[0] * self.config.head_dim
         # With gradients the weights must be seen; weights made in inference mode do not tell when they change.
         if torch.is_grad_enabled() or linears[0].weight.is_inference():
@@ -341,6 +347,7 @@ class Drafter(nn.Module):
         size = config.block_size if block_size is None else block_size
         if not 1 <= size <= config.block_size:
             raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size}")
+        self.reserve(cache.capacity + config.block_size)
         hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
         selector = self.candidate_selector
         projected = None if selector is None else selector.hidden_projection(hidden)

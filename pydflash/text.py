@@ -14,7 +14,9 @@ def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
     """The single prompts of an argument, and whether it was a list of prompts."""
     if isinstance(prompt, Tensor):
         if prompt.dim() not in (1, 2) or prompt.is_floating_point():
-            raise ValueError(f"prompt: token ids must be [P] or [B, P] integers, got {list(prompt.shape)} {prompt.dtype}")
+            raise ValueError(
+                f"prompt: token ids must be [P] or [B, P] integers, got {list(prompt.shape)} {prompt.dtype}"
+            )
         return ([prompt.tolist()], False) if prompt.dim() == 1 else (prompt.tolist(), True)
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:

@@ -182,7 +182,7 @@ def test_every_sampling_option_reaches_the_stream(
     [
         (["--block-size", "9"], "block_size must be 1 to 4"),
         (["--top-p", "2"], "top_p must be a number from 0 to 1, got 2"),
-        (["--max-new-tokens", "-1"], "max_new_tokens: must be >= 0, got -1"),
+        (["--max-new-tokens", "-1"], "max_new_tokens: must be an integer >= 0, got -1"),
     ],
 )
 def test_errors_are_one_line(
