@@ -16,27 +16,39 @@ from pydflash import _backends
 _backends.require()
 
 
+def unusable(kind: str) -> str:
+    """Why tests cannot run on a device of this kind; empty if they can."""
+    backend = _backends.load(kind)
+    if not backend.usable:
+        return backend.reason
+    return "" if kind == "cpu" or torch.cuda.is_available() else "torch sees no CUDA device"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked slow")
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    missing = [f"{kind}: op tests skipped: {reason}" for kind in DEVICES if (reason := unusable(kind))]
+    slow = [] if config.getoption("--full") else ["slow tests left out: run with --full"]
+    return [*missing, *slow]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    skip = pytest.mark.skip(reason="slow: run with --full")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    if not config.getoption("--full"):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+DEVICES = ("cpu", "cuda")
+
+
+@pytest.fixture(params=[kind for kind in DEVICES if kind == "cpu" or not unusable(kind)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device whose native backend is usable; the others skip with the backend's own reason."""
-    backend = _backends.load(request.param)
-    if not backend.usable:
-        pytest.skip(f"{request.param}: {backend.reason}")
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("cuda: torch sees no CUDA device")
+    """Each device whose native backend is usable; the header says why one is not."""
+    if reason := unusable(request.param):
+        pytest.skip(f"{request.param}: {reason}")
     return torch.device(request.param)
 
 
