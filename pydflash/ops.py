@@ -1,4 +1,4 @@
-"""The native ops: torch.library schemas, the compiled implementations, fakes, and their public functions.
+"""The native ops: what they compute, with shapes and meanings.
 
 Integer inputs may be int32 or int64. Scalars are accepted where a per-row tensor [B] is meant. The definition of
 every op is the function of the same name in `pydflash.reference`.
@@ -6,223 +6,19 @@ every op is the function of the same name in `pydflash.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
 
-from . import _backends
-
-_library = torch.library.Library("pydflash", "DEF")
-_SCHEMAS = (
-    "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor k_block, Tensor v_block, Tensor lengths,"
-    " Tensor visibility, Tensor depths, int window, float scale) -> Tensor",
-    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_block, Tensor v_block, Tensor index,"
-    " Tensor lengths) -> ()",
-    "block_conv(Tensor x, Tensor base, Tensor delta) -> Tensor",
-    "path_select(Tensor logits, Tensor? hidden, Tensor? predecessor, Tensor? successor, Tensor anchors,"
-    " Tensor? temperature, Tensor seeds, Tensor starts, int top_k, int vocab_size)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "reject_sample(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor? draft_ids, Tensor? draft_probs,"
-    " Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor starts, int vocab_size)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-for _schema in _SCHEMAS:
-    _library.define(_schema)
+from . import _native
 
 
-def _native(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
-    """The module, stream and device of a call; all tensors must live on the first one's device."""
-    device = next(t.device for t in tensors if t is not None)
-    for t in tensors:
-        if t is not None and t.device != device:
-            raise ValueError(f"{op}: all tensors must be on {device}, got one on {t.device}")
-    backend = _backends.load(device.type)
-    if backend.module is None:
-        raise RuntimeError(f"{op}: the {device.type} backend is not usable: {backend.reason}")
-    return backend.module, 0, 0
-
-
-def _int32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
-
-
-def _int64(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
-
-
-def _float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Kernels take any strides but the last, which must be 1."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def _capsule(x: Tensor | None) -> object:
-    return None if x is None else to_dlpack(x.detach() if x.requires_grad else x)
-
-
-def _attention_out(q: Tensor) -> Tensor:
-    batch, heads, slots, dim = q.shape
-    # [B, S, Hq, D] in memory: the output projection reads it as [B, S, Hq * D] without a copy.
-    return q.new_empty_strided(q.shape, (slots * heads * dim, dim, heads * dim, 1))
-
-
-def _block_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_block: Tensor,
-    v_block: Tensor,
-    lengths: Tensor,
-    visibility: Tensor,
-    depths: Tensor,
-    window: int,
-    scale: float,
-) -> Tensor:
-    module, stream, device = _native(
-        "block_attention", q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths
-    )
-    out = _attention_out(q) if q.dim() == 4 else torch.empty_like(q)
-    floats = [_capsule(_rows(x)) for x in (q, k_cache, v_cache, k_block, v_block)]
-    ints = [_capsule(x) for x in (_int32(lengths), _int64(visibility), _int32(depths))]
-    module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
-    return out
-
-
-def _cache_append(
-    k_cache: Tensor, v_cache: Tensor, k_block: Tensor, v_block: Tensor, index: Tensor, lengths: Tensor
-) -> None:
-    module, stream, device = _native("cache_append", k_cache, v_cache, k_block, v_block, index, lengths)
-    index, lengths = _int32(index), _int32(lengths)
-    k_block, v_block = _rows(k_block), _rows(v_block)
-    capsules = [_capsule(x) for x in (k_cache, v_cache, k_block, v_block, index, lengths)]
-    module.cache_append(*capsules, stream, device)
-
-
-def _block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
-    module, stream, device = _native("block_conv", x, base, delta)
-    y = x.new_empty(x.shape)
-    x, base, delta = _rows(x), base.contiguous(), _rows(delta)
-    module.block_conv(*[_capsule(t) for t in (x, base, delta, y)], stream, device)
-    return y
-
-
-def _path_outputs(logits: Tensor, hidden: Tensor | None, temperature: Tensor | None, top_k: int) -> list[Tensor]:
-    batch, slots = logits.shape[:2]
-    square = () if hidden is None else (top_k,)
-    return [
-        logits.new_empty(batch, slots, dtype=torch.int64),
-        logits.new_empty(batch, slots, top_k, dtype=torch.int64),
-        logits.new_empty(batch, slots, 0 if temperature is None else top_k, dtype=torch.float32),
-        logits.new_empty(batch, slots, *square, top_k, dtype=torch.float32),
-    ]
-
-
-def _path_select(
-    logits: Tensor,
-    hidden: Tensor | None,
-    predecessor: Tensor | None,
-    successor: Tensor | None,
-    anchors: Tensor,
-    temperature: Tensor | None,
-    seeds: Tensor,
-    starts: Tensor,
-    top_k: int,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    selector = (hidden, predecessor, successor)
-    module, stream, device = _native("path_select", logits, *selector, anchors, temperature, seeds, starts)
-    if logits.dim() != 3:
-        raise ValueError(f"path_select: logits must be of shape [B, S-1, V], got {list(logits.shape)}")
-    if top_k < 1:
-        raise ValueError(f"path_select: top_k must be >= 1, got {top_k}")
-    tokens, candidates, probs, scores = _path_outputs(logits, hidden, temperature, top_k)
-    logits, anchors, seeds, starts = _rows(logits), _int64(anchors), _int64(seeds), _int32(starts)
-    dense = [None if t is None else t.contiguous() for t in selector]
-    heat = None if temperature is None else _float32(temperature)
-    module.path_select(
-        _capsule(logits),
-        *[_capsule(t) for t in dense],
-        *[_capsule(t) for t in (anchors, heat, seeds, starts)],
-        vocab_size,
-        *[_capsule(t) for t in (tokens, candidates, None if temperature is None else probs, scores)],
-        stream,
-        device,
-    )
-    return tokens, candidates, probs, scores
-
-
-def _reject_outputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    batch = tokens.shape[0]
-    return (
-        torch.empty_like(tokens, dtype=torch.int32, memory_format=torch.contiguous_format),
-        tokens.new_empty(batch, dtype=torch.int32),
-        tokens.new_empty(batch, dtype=torch.int64),
-    )
-
-
-def _reject_sample(
-    target_logits: Tensor,
-    tokens: Tensor,
-    parents: Tensor | None,
-    draft_ids: Tensor | None,
-    draft_probs: Tensor | None,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    starts: Tensor,
-    vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    params = (temperature, top_k, top_p, min_p, seeds, starts)
-    module, stream, device = _native("reject_sample", target_logits, tokens, parents, draft_ids, draft_probs, *params)
-    if draft_ids is not None and draft_probs is None:
-        raise ValueError("reject_sample: draft_probs must be given with draft_ids, got None")
-    index, num_accepted, bonus = _reject_outputs(tokens)
-    inputs = (
-        _rows(target_logits),
-        _int64(tokens),
-        None if parents is None else _int32(parents),
-        None if draft_ids is None else _int64(draft_ids),
-        None if draft_probs is None else _rows(draft_probs.to(torch.float32)),
-        _float32(temperature),
-        _int32(top_k),
-        _float32(top_p),
-        _float32(min_p),
-        _int64(seeds),
-        _int32(starts),
-    )
-    outputs = [_capsule(t) for t in (index, num_accepted, bonus)]
-    module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device)
-    return index, num_accepted, bonus
-
-
-for _name, _impl in (
-    ("block_attention", _block_attention),
-    ("cache_append", _cache_append),
-    ("block_conv", _block_conv),
-    ("path_select", _path_select),
-    ("reject_sample", _reject_sample),
-):
-    for _key in ("CPU", "CUDA", "XPU"):
-        _library.impl(_name, _impl, _key)
-
-torch.library.register_fake("pydflash::block_attention", lambda q, *_: _attention_out(q), lib=_library)
-torch.library.register_fake("pydflash::cache_append", lambda *_: None, lib=_library)
-torch.library.register_fake("pydflash::block_conv", lambda x, base, delta: x.new_empty(x.shape), lib=_library)
-torch.library.register_fake(
-    "pydflash::path_select",
-    lambda logits, hidden, predecessor, successor, anchors, temperature, seeds, starts, top_k, vocab_size: tuple(
-        _path_outputs(logits, hidden, temperature, top_k)
-    ),
-    lib=_library,
-)
-torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=_library)
+def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
+    """Eager calls skip the dispatcher, which takes as long as a small kernel; tracing goes through it."""
+    eager = type(arguments[0]) is Tensor and not torch.compiler.is_compiling()
+    return impl(*arguments) if eager else op(*arguments)
 
 
 def block_attention(
@@ -258,8 +54,19 @@ def block_attention(
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.pydflash.block_attention(
-        q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths, window, scale
+    return _run(
+        _native.block_attention,
+        torch.ops.pydflash.block_attention,
+        q,
+        k_cache,
+        v_cache,
+        k_block,
+        v_block,
+        lengths,
+        visibility,
+        depths,
+        window,
+        scale,
     )
 
 
@@ -279,7 +86,7 @@ def cache_append(
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    torch.ops.pydflash.cache_append(k_cache, v_cache, k_block, v_block, index, lengths)
+    _run(_native.cache_append, torch.ops.pydflash.cache_append, k_cache, v_cache, k_block, v_block, index, lengths)
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
@@ -297,7 +104,7 @@ def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    return torch.ops.pydflash.block_conv(x, base, delta)
+    return _run(_native.block_conv, torch.ops.pydflash.block_conv, x, base, delta)
 
 
 def path_select(
@@ -341,7 +148,9 @@ def path_select(
     if len(selector) not in (0, 3):
         raise ValueError(f"path_select: hidden, predecessor and successor go together, got {len(selector)} of 3")
     heat = None if temperature is None else _per_row(temperature, batch, torch.float32, device)
-    tokens, candidates, probs, scores = torch.ops.pydflash.path_select(
+    tokens, candidates, probs, scores = _run(
+        _native.path_select,
+        torch.ops.pydflash.path_select,
         logits,
         hidden,
         predecessor,
@@ -408,7 +217,9 @@ def reject_sample(
     """
     batch, device = target_logits.shape[0], target_logits.device
     ids, probs = draft_probs if isinstance(draft_probs, tuple) else (None, draft_probs)
-    return torch.ops.pydflash.reject_sample(
+    return _run(
+        _native.reject_sample,
+        torch.ops.pydflash.reject_sample,
         target_logits,
         tokens,
         parents,

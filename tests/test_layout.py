@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 # A module imports from earlier rows only, also inside functions. What is in no row is at the top.
 ORDER = (
     ("_backends", "_wheel", "cache", "config_keys", "reference", "rope", "sampling", "stats"),
-    ("target_cache", "target_defaults", "text", "weight_files"),
+    ("_native", "target_cache", "target_defaults", "text", "weight_files"),
     ("config_rope", "ops"),
     ("layouts",),
     ("config",),
@@ -116,7 +116,8 @@ def test_leaves_and_the_named_edges() -> None:
     found = {path.stem: inner(path) for path in MODULES}
     for leaf in LEAVES:
         assert found[leaf] == set(), leaf
-    assert found["ops"] == {"_backends"}
+    assert found["ops"] == {"_native"}
+    assert found["_native"] == {"_backends"}
     for name in CONFIG:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}

@@ -1,0 +1,224 @@
+"""Registration of the native ops with torch.library: schemas, the compiled implementations, and fakes.
+
+The functions that users call, with shapes and meanings, are in `ops.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+
+from . import _backends
+
+_library = torch.library.Library("pydflash", "DEF")
+_SCHEMAS = (
+    "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor k_block, Tensor v_block, Tensor lengths,"
+    " Tensor visibility, Tensor depths, int window, float scale) -> Tensor",
+    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_block, Tensor v_block, Tensor index,"
+    " Tensor lengths) -> ()",
+    "block_conv(Tensor x, Tensor base, Tensor delta) -> Tensor",
+    "path_select(Tensor logits, Tensor? hidden, Tensor? predecessor, Tensor? successor, Tensor anchors,"
+    " Tensor? temperature, Tensor seeds, Tensor starts, int top_k, int vocab_size)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "reject_sample(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor? draft_ids, Tensor? draft_probs,"
+    " Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor starts, int vocab_size)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+for _schema in _SCHEMAS:
+    _library.define(_schema)
+
+
+def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
+    """The module, stream and device of a call; all tensors must live on the first one's device."""
+    device = next(t.device for t in tensors if t is not None)
+    for t in tensors:
+        if t is not None and t.device != device:
+            raise ValueError(f"{op}: all tensors must be on {device}, got one on {t.device}")
+    backend = _backends.load(device.type)
+    if backend.module is None:
+        raise RuntimeError(f"{op}: the {device.type} backend is not usable: {backend.reason}")
+    return backend.module, 0, 0
+
+
+def _int32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def _int64(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last, which must be 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _capsule(x: Tensor | None) -> object:
+    return None if x is None else to_dlpack(x.detach() if x.requires_grad else x)
+
+
+def _attention_out(q: Tensor) -> Tensor:
+    _, heads, slots, dim = q.shape
+    # [B, S, Hq, D] in memory: the output projection reads it as [B, S, Hq * D] without a copy.
+    return q.new_empty_strided(q.shape, (slots * heads * dim, dim, heads * dim, 1))
+
+
+def block_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    lengths: Tensor,
+    visibility: Tensor,
+    depths: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    module, stream, device = _module(
+        "block_attention", q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths
+    )
+    out = _attention_out(q) if q.dim() == 4 else torch.empty_like(q)
+    floats = [_capsule(_rows(x)) for x in (q, k_cache, v_cache, k_block, v_block)]
+    ints = [_capsule(x) for x in (_int32(lengths), _int64(visibility), _int32(depths))]
+    module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
+    return out
+
+
+def cache_append(
+    k_cache: Tensor, v_cache: Tensor, k_block: Tensor, v_block: Tensor, index: Tensor, lengths: Tensor
+) -> None:
+    module, stream, device = _module("cache_append", k_cache, v_cache, k_block, v_block, index, lengths)
+    index, lengths = _int32(index), _int32(lengths)
+    k_block, v_block = _rows(k_block), _rows(v_block)
+    capsules = [_capsule(x) for x in (k_cache, v_cache, k_block, v_block, index, lengths)]
+    module.cache_append(*capsules, stream, device)
+
+
+def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    module, stream, device = _module("block_conv", x, base, delta)
+    y = x.new_empty(x.shape)
+    x, base, delta = _rows(x), base.contiguous(), _rows(delta)
+    module.block_conv(*[_capsule(t) for t in (x, base, delta, y)], stream, device)
+    return y
+
+
+def _path_outputs(logits: Tensor, hidden: Tensor | None, temperature: Tensor | None, top_k: int) -> list[Tensor]:
+    batch, slots = logits.shape[:2]
+    square = () if hidden is None else (top_k,)
+    return [
+        logits.new_empty(batch, slots, dtype=torch.int64),
+        logits.new_empty(batch, slots, top_k, dtype=torch.int64),
+        logits.new_empty(batch, slots, 0 if temperature is None else top_k, dtype=torch.float32),
+        logits.new_empty(batch, slots, *square, top_k, dtype=torch.float32),
+    ]
+
+
+def path_select(
+    logits: Tensor,
+    hidden: Tensor | None,
+    predecessor: Tensor | None,
+    successor: Tensor | None,
+    anchors: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor,
+    starts: Tensor,
+    top_k: int,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    selector = (hidden, predecessor, successor)
+    module, stream, device = _module("path_select", logits, *selector, anchors, temperature, seeds, starts)
+    if logits.dim() != 3:
+        raise ValueError(f"path_select: logits must be of shape [B, S-1, V], got {list(logits.shape)}")
+    if top_k < 1:
+        raise ValueError(f"path_select: top_k must be >= 1, got {top_k}")
+    tokens, candidates, probs, scores = _path_outputs(logits, hidden, temperature, top_k)
+    logits, anchors, seeds, starts = _rows(logits), _int64(anchors), _int64(seeds), _int32(starts)
+    dense = [None if t is None else t.contiguous() for t in selector]
+    heat = None if temperature is None else _float32(temperature)
+    module.path_select(
+        _capsule(logits),
+        *[_capsule(t) for t in dense],
+        *[_capsule(t) for t in (anchors, heat, seeds, starts)],
+        vocab_size,
+        *[_capsule(t) for t in (tokens, candidates, None if temperature is None else probs, scores)],
+        stream,
+        device,
+    )
+    return tokens, candidates, probs, scores
+
+
+def _reject_outputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch = tokens.shape[0]
+    return (
+        torch.empty_like(tokens, dtype=torch.int32, memory_format=torch.contiguous_format),
+        tokens.new_empty(batch, dtype=torch.int32),
+        tokens.new_empty(batch, dtype=torch.int64),
+    )
+
+
+def reject_sample(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    draft_ids: Tensor | None,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    starts: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    params = (temperature, top_k, top_p, min_p, seeds, starts)
+    module, stream, device = _module("reject_sample", target_logits, tokens, parents, draft_ids, draft_probs, *params)
+    if draft_ids is not None and draft_probs is None:
+        raise ValueError("reject_sample: draft_probs must be given with draft_ids, got None")
+    index, num_accepted, bonus = _reject_outputs(tokens)
+    inputs = (
+        _rows(target_logits),
+        _int64(tokens),
+        None if parents is None else _int32(parents),
+        None if draft_ids is None else _int64(draft_ids),
+        None if draft_probs is None else _rows(draft_probs.to(torch.float32)),
+        _float32(temperature),
+        _int32(top_k),
+        _float32(top_p),
+        _float32(min_p),
+        _int64(seeds),
+        _int32(starts),
+    )
+    outputs = [_capsule(t) for t in (index, num_accepted, bonus)]
+    module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device)
+    return index, num_accepted, bonus
+
+
+for _name, _impl in (
+    ("block_attention", block_attention),
+    ("cache_append", cache_append),
+    ("block_conv", block_conv),
+    ("path_select", path_select),
+    ("reject_sample", reject_sample),
+):
+    for _key in ("CPU", "CUDA", "XPU"):
+        _library.impl(_name, _impl, _key)
+
+torch.library.register_fake("pydflash::block_attention", lambda q, *_: _attention_out(q), lib=_library)
+torch.library.register_fake("pydflash::cache_append", lambda *_: None, lib=_library)
+torch.library.register_fake("pydflash::block_conv", lambda x, base, delta: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake(
+    "pydflash::path_select",
+    lambda logits, hidden, predecessor, successor, anchors, temperature, seeds, starts, top_k, vocab_size: tuple(
+        _path_outputs(logits, hidden, temperature, top_k)
+    ),
+    lib=_library,
+)
+torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=_library)
