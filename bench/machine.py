@@ -17,7 +17,8 @@ def machine() -> dict[str, Any]:
     import pydflash
 
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
     )
     found: dict[str, Any] = {
         "cpu": cpu or platform.processor(),

