@@ -83,7 +83,10 @@ def main() -> None:
     for temperature in args.temperatures:
         texts = answers(plain, tokenizer, args.prompts, args.num_prompts, args.max_new_tokens, temperature)
         for path in args.drafter:
-            drafter = Drafter.from_pretrained(path, device=plain.device, dtype=plain.dtype)
+            native = plain.device.type == "cpu"
+            drafter = Drafter.from_pretrained(
+                path, device=plain.device, dtype=plain.dtype, backend="native" if native else "reference"
+            )
             target = Target(plain.model, drafter.config.target_layer_ids)
             for name, records in texts.items():
                 kept = [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..drafter import DEFAULT_CANDIDATES, Drafter
 from ..target import Target
 from .features import FeatureSource
@@ -58,7 +57,7 @@ def _matches(drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, se
     hidden = block_hidden(drafter, target.embed_weight, batch, anchors, "dense")[0, :, 1:]
     part = drafter.candidate_selector if selector else None
     first = batch.ids[0, anchors[0]]
-    tokens, *_ = reference.path_select(
+    tokens, *_ = drafter.ops.path_select(
         drafter.logits(hidden, target.head),
         None if part is None else part.hidden_projection(hidden),
         None if part is None else part.predecessor_codebook,
