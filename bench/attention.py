@@ -197,4 +197,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with torch.inference_mode():  # as the loop runs them
+        main()

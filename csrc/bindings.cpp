@@ -21,6 +21,13 @@ Stream stream_of(uintptr_t handle, int device) { return Stream{reinterpret_cast<
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
+// Values can only be looked at where the host may read them.
+void check_lengths(const char* op, const int32_t* lengths, int64_t batch) {
+  if constexpr (PYDFLASH_HOST_MEMORY)
+    for (int64_t b = 0; b < batch; ++b)
+      if (lengths[b] < 0) refuse(text(op, ": lengths[", b, "] must be >= 0, got ", lengths[b]));
+}
+
 template <class T>
 T* data_of(const TensorView& view) {
   return static_cast<T*>(view.data());
@@ -51,6 +58,7 @@ void block_attention(Capsule q_, Capsule k_cache_, Capsule v_cache_, Capsule k_b
     refuse(text("block_attention: Hq must be a multiple of Hkv = ", kv_heads, ", got ", heads));
   if (window < 0) refuse(text("block_attention: window must be >= 0 (0 = none), got ", window));
   if (out.empty()) return;
+  check_lengths(op, data_of<int32_t>(lengths), batch);
   BlockAttentionParams p{};
   p.batch = int(batch), p.num_heads = int(heads), p.num_kv_heads = int(kv_heads), p.slots = int(slots);
   p.head_dim = int(dim), p.window = int(window), p.capacity = capacity, p.scale = float(scale);
@@ -81,6 +89,11 @@ void cache_append(Capsule k_cache_, Capsule v_cache_, Capsule k_block_, Capsule 
   lengths.int32().shape({batch}, "[B]").contiguous();
   if (kb.empty() || index.empty()) return;
   if (capacity < 1) refuse("cache_append: the capacity L of k_cache must be >= 1, got 0");
+  check_lengths(op, data_of<int32_t>(lengths), batch);
+  if constexpr (PYDFLASH_HOST_MEMORY)
+    for (int64_t i = 0; i < batch * index.dim(1); ++i)
+      if (const int32_t row = data_of<int32_t>(index)[i]; row >= slots)
+        refuse(text("cache_append: index must hold rows of the block, at most ", slots - 1, ", got ", row));
   CacheAppendParams p{};
   p.layers = int(layers), p.batch = int(batch), p.num_kv_heads = int(heads), p.slots = int(slots);
   p.entries = int(index.dim(1)), p.head_dim = int(dim), p.element_size = kc.element_size();

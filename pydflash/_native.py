@@ -43,12 +43,19 @@ def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
     return backend.module, 0, 0
 
 
-def _int32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+def _int32(x: Tensor, name: str) -> Tensor:
+    if x.dtype == torch.int32:
+        return x.contiguous()
+    narrow = _int64(x, name).to(torch.int32)
+    if x.device.type == "cpu" and not torch.equal(narrow.to(torch.int64), x.to(torch.int64)):
+        raise ValueError(f"{name} must fit in 32 bits, got values up to {int(x.abs().max())}")
+    return narrow.contiguous()
 
 
-def _int64(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
+def _int64(x: Tensor, name: str) -> Tensor:
+    if x.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+    return x.to(torch.int64).contiguous()
 
 
 def _float32(x: Tensor) -> Tensor:
@@ -87,7 +94,14 @@ def block_attention(
     )
     out = _attention_out(q) if q.dim() == 4 else torch.empty_like(q)
     floats = [_capsule(_rows(x)) for x in (q, k_cache, v_cache, k_block, v_block)]
-    ints = [_capsule(x) for x in (_int32(lengths), _int64(visibility), _int32(depths))]
+    ints = [
+        _capsule(x)
+        for x in (
+            _int32(lengths, "block_attention: lengths"),
+            _int64(visibility, "block_attention: visibility"),
+            _int32(depths, "block_attention: depths"),
+        )
+    ]
     module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
     return out
 
@@ -96,7 +110,7 @@ def cache_append(
     k_cache: Tensor, v_cache: Tensor, k_block: Tensor, v_block: Tensor, index: Tensor, lengths: Tensor
 ) -> None:
     module, stream, device = _module("cache_append", k_cache, v_cache, k_block, v_block, index, lengths)
-    index, lengths = _int32(index), _int32(lengths)
+    index, lengths = _int32(index, "cache_append: index"), _int32(lengths, "cache_append: lengths")
     k_block, v_block = _rows(k_block), _rows(v_block)
     capsules = [_capsule(x) for x in (k_cache, v_cache, k_block, v_block, index, lengths)]
     module.cache_append(*capsules, stream, device)
@@ -140,7 +154,12 @@ def path_select(
     if top_k < 1:
         raise ValueError(f"path_select: top_k must be >= 1, got {top_k}")
     tokens, candidates, probs, scores = _path_outputs(logits, hidden, temperature, top_k)
-    logits, anchors, seeds, starts = _rows(logits), _int64(anchors), _int64(seeds), _int32(starts)
+    logits, anchors, seeds, starts = (
+        _rows(logits),
+        _int64(anchors, "path_select: anchors"),
+        _int64(seeds, "path_select: seeds"),
+        _int32(starts, "path_select: starts"),
+    )
     dense = [None if t is None else t.contiguous() for t in selector]
     heat = None if temperature is None else _float32(temperature)
     module.path_select(
@@ -185,16 +204,16 @@ def reject_sample(
     index, num_accepted, bonus = _reject_outputs(tokens)
     inputs = (
         _rows(target_logits),
-        _int64(tokens),
-        None if parents is None else _int32(parents),
-        None if draft_ids is None else _int64(draft_ids),
+        _int64(tokens, "reject_sample: tokens"),
+        None if parents is None else _int32(parents, "reject_sample: parents"),
+        None if draft_ids is None else _int64(draft_ids, "reject_sample: draft_ids"),
         None if draft_probs is None else _rows(draft_probs.to(torch.float32)),
         _float32(temperature),
-        _int32(top_k),
+        _int32(top_k, "reject_sample: top_k"),
         _float32(top_p),
         _float32(min_p),
-        _int64(seeds),
-        _int32(starts),
+        _int64(seeds, "reject_sample: seeds"),
+        _int32(starts, "reject_sample: starts"),
     )
     outputs = [_capsule(t) for t in (index, num_accepted, bonus)]
     module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,17 @@ _PARENT = {"qkv_proj": "self_attn", "o_proj": "self_attn", "q_norm": "self_attn"
 _PARENT |= {"gate_up_proj": "mlp", "down_proj": "mlp"}
 DEFAULT_CANDIDATES = 16
 _OWN = ("embed_tokens.weight", "lm_head.weight")
+
+
+def _exact_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a surrounding autocast out: the cache and the ops take the drafter's own dtype."""
+
+    @wraps(method)
+    def run(self: Drafter, tensor: Tensor, *args: Any, **options: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return method(self, tensor, *args, **options)
+
+    return run
 
 
 class Proposal(NamedTuple):
@@ -186,6 +198,7 @@ class Drafter(nn.Module):
             device=self.device,
         )
 
+    @_exact_dtypes
     def append_context(self, features: Tensor, cache: KVCache, counts: Tensor | None = None) -> None:
         """Take in the target's features of committed positions, in every layer's keys and values.
 
@@ -196,9 +209,15 @@ class Drafter(nn.Module):
 
         Raises: ValueError if the features' width is wrong or the cache is full.
         """
-        batch, rows, width = features.shape
-        if width != self.fc.in_features:
-            raise ValueError(f"append_context: features must be [B, C, {self.fc.in_features}], got width {width}")
+        held = cache.lengths.shape[0]
+        if features.dim() != 3 or features.shape[0] != held or features.shape[2] != self.fc.in_features:
+            raise ValueError(
+                f"append_context: features must be [B, C, {self.fc.in_features}], B = {held} as the cache's, "
+                f"got {list(features.shape)}"
+            )
+        batch, rows, _ = features.shape
+        if counts is not None and counts.shape != (batch,):
+            raise ValueError(f"append_context: counts must be [{batch}], got {list(counts.shape)}")
         self.reserve(cache.capacity + self.config.block_size)  # the cache may come from another instance
         skipped = max(0, rows - cache.rows) if counts is None else 0  # a ring would overwrite them at once
         features = features[:, skipped:]
@@ -317,6 +336,7 @@ class Drafter(nn.Module):
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 
+    @_exact_dtypes
     def propose(
         self,
         anchors: Tensor,

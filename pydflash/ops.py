@@ -6,7 +6,7 @@ every op is the function of the same name in `pydflash.reference`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from . import _native
 
 
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
-    """Eager calls skip the dispatcher, which takes as long as a small kernel; tracing goes through it."""
-    eager = type(arguments[0]) is Tensor and not torch.compiler.is_compiling()
+    """In inference mode calls skip the dispatcher, which takes as long as a small kernel; tracing goes through it."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    eager = torch.is_inference_mode_enabled() and type(arguments[0]) is Tensor and not traced
     return impl(*arguments) if eager else op(*arguments)
 
 
@@ -30,7 +31,7 @@ def block_attention(
     lengths: Tensor,
     visibility: Tensor,
     depths: Tensor,
-    window: int = 0,
+    window: int | None = 0,
     scale: float | None = None,
 ) -> Tensor:
     """Attention of a block's slots over the cached context and over the block itself.
@@ -54,6 +55,7 @@ def block_attention(
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = 0 if window is None else window
     return _run(
         _native.block_attention,
         torch.ops.pydflash.block_attention,
@@ -158,17 +160,22 @@ def path_select(
         anchors,
         heat,
         _per_row(seeds, batch, torch.int64, device),
-        starts,
+        _per_row(starts, batch, torch.int32, device),
         top_k,
         logits.shape[-1] if vocab_size is None else vocab_size,
     )
     return tokens, candidates, None if heat is None else probs, scores
 
 
-def _per_row(value: Tensor | float, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _per_row(value: Tensor | Sequence[float] | float, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.expand(batch) if value.dim() == 0 else value
-    return torch.full((batch,), value, dtype=dtype, device=device)
+    if dtype == torch.int64:  # the upper half of the unsigned numbers, as a seed may be
+        values = [v - 2**64 if v >= 2**63 else v for v in (value if isinstance(value, Sequence) else [value])]
+        return torch.tensor(values, dtype=dtype, device=device).expand(max(batch, 1) if len(values) == 1 else -1)[
+            :batch
+        ]
+    return torch.tensor(value, dtype=dtype, device=device).expand(batch)
 
 
 def reject_sample(
@@ -216,7 +223,7 @@ def reject_sample(
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023, for the rule with q.
     """
     batch, device = target_logits.shape[0], target_logits.device
-    ids, probs = draft_probs if isinstance(draft_probs, tuple) else (None, draft_probs)
+    ids, probs = draft_probs if isinstance(draft_probs, tuple | list) else (None, draft_probs)
     return _run(
         _native.reject_sample,
         torch.ops.pydflash.reject_sample,

@@ -74,6 +74,10 @@ class Request:
             before = torch.cat([known, block[:, : slot + 1]], 1)
             for processor in self.processors:
                 scores = processor(before, scores)
+                if not isinstance(scores, Tensor) or scores.shape != logits[:, slot].shape:
+                    got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                    raise ValueError(f"logits_processor: must return scores [1, V], got {got}")
+                scores = scores.float()
             rows.append(scores)
         return torch.stack(rows, 1)
 

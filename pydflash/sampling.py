@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
+
+MOST_HEAT = 1e30  # above it, float32 arithmetic on logits / temperature means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +31,20 @@ class SamplingParams:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, float("inf")), ("min_p", 0.0, 1.0), ("top_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"sampling: {name} must be a number from {low:g} to {high:g}, got {value!r}")
-        if self.temperature == float("inf"):
-            raise ValueError("sampling: temperature must be finite, got inf")
+        for name, high in (("temperature", float("inf")), ("min_p", 1.0), ("top_p", 1.0)):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= high:
+                raise ValueError(f"sampling: {name} must be a number from 0 to {high:g}, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if self.temperature > MOST_HEAT:
+            raise ValueError(f"sampling: temperature must be finite, at most {MOST_HEAT:g}, got {self.temperature!r}")
         if self.top_p == 0:
             raise ValueError("sampling: top_p must be above 0, got 0")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or self.top_k < 0:
             raise ValueError(f"sampling: top_k must be an integer >= 0, got {self.top_k!r}")
+        if self.top_k >= 2**31:
+            raise ValueError(f"sampling: top_k must be below 2**31, got {self.top_k!r}")
+        object.__setattr__(self, "top_k", int(self.top_k))
 
     @property
     def greedy(self) -> bool:
@@ -77,15 +84,16 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
     """
     if seed is None:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist()
-    if isinstance(seed, int):
+    if isinstance(seed, Integral):
         return [_signed(seed)] * batch
     if not isinstance(seed, Sequence) or len(seed) != batch:
         raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {seed!r}")
     return [_signed(s) for s in seed]
 
 
-def _signed(seed: int) -> int:
+def _signed(seed: Any) -> int:
     """The same 64 bits as a signed integer, as torch stores them."""
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+    if not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
         raise ValueError(f"sampling: seed must be an integer of 64 bits, got {seed!r}")
+    seed = int(seed)
     return seed - 2**64 if seed >= 2**63 else seed

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +19,7 @@ from .sampling import SamplingParams, row_seeds
 from .stats import Stats
 from .target import Target, TargetOutput
 from .target_defaults import GenerationDefaults
-from .text import Output, Prompt, encode, split_prompts
+from .text import Output, Prompt, encode, split_prompts, token_ids_of
 
 
 class DrafterLike(Protocol):
@@ -73,15 +76,25 @@ class Speculator:
         optimize: str | None = None,
     ) -> None:
         _refuse_unknown(path=path, num_nodes=num_nodes, quantize=quantize, optimize=optimize)
+        if drafter is not None and not all(hasattr(drafter, name) for name in ("config", "new_cache", "propose")):
+            raise ValueError(
+                f"Speculator: drafter must be a Drafter or None, got {drafter!r}; a folder or hub id loads "
+                "with Drafter.from_pretrained"
+            )
         layer_ids = () if drafter is None else drafter.config.target_layer_ids
         if isinstance(model, Target):
             target = model if tuple(model.layer_ids) == tuple(layer_ids) else Target(model.model, layer_ids)
         else:
             target = Target(model, layer_ids)
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
-        self.defaults = GenerationDefaults(target.generation_config)
-        self.ops = reference if backend == "reference" else ops
+        self._backend = "reference" if backend == "reference" else "native"
+        self._defaults()  # refuses what a generation config asks for in vain
         backend_name = _usable_backend(backend, target.device)
+        if self._backend == "native" and target.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"Speculator: the target must be float32, bfloat16 or float16 for the native ops, got {target.dtype}; "
+                "backend='reference' takes it"
+            )
         self._backends = {"ops": backend_name, "target": "generic"}
         self.block_size = 1
         self.draft_sampling = False
@@ -89,10 +102,10 @@ class Speculator:
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
-        if not 1 <= self.block_size <= config.block_size:
+        if type(self.block_size) is not int or not 1 <= self.block_size <= config.block_size:
             raise ValueError(
                 f"Speculator: block_size must be 1 to {config.block_size} (as the drafter was trained), "
-                f"got {block_size}"
+                f"got {block_size!r}"
             )
         self.draft_sampling = config.version == 2 if draft_sampling is None else draft_sampling
         if isinstance(drafter, Drafter):
@@ -104,7 +117,11 @@ class Speculator:
             )
             if drafter.device != target.device:
                 raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
-            drafter.backend = "reference" if backend == "reference" else "native"
+            if self._backend == "native":
+                _check_native(config, self.block_size)
+            if drafter.backend != self._backend:
+                self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
+                self.drafter.backend = self._backend
             self._backends["drafter"] = backend_name
 
     @classmethod
@@ -130,6 +147,15 @@ class Speculator:
         if loaded is not None:
             loaded = loaded.to(device=model.device, dtype=model.dtype)
         return cls(model, loaded, load_tokenizer(target), **options)
+
+    def _defaults(self) -> GenerationDefaults:
+        """What the target's generation config asks for now; users change it between requests."""
+        return GenerationDefaults(self.target.generation_config)
+
+    @property
+    def ops(self) -> ModuleType:
+        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
+        return reference if self._backend == "reference" else ops
 
     def close(self) -> None:
         """End the use of the target; the model itself is left as it was given."""
@@ -223,23 +249,34 @@ class Speculator:
         prompts, many = split_prompts(prompt)
         if many:
             raise ValueError(f"stream: prompt must be a single one, got a list of {len(prompts)}")
-        params = SamplingParams.resolve(self.defaults.sampling, temperature, top_k, top_p, min_p)
+        defaults = self._defaults()
+        params = SamplingParams.resolve(defaults.sampling, temperature, top_k, top_p, min_p)
         ids = encode(prompts[0], self.tokenizer, chat_template, self.target.embed_weight.shape[0])
+        if params.greedy and temperature is None and any(x is not None for x in (top_p, top_k, min_p)):
+            warnings.warn(
+                "top_p, top_k and min_p change nothing here: the target's generation config does not sample; give a "
+                "temperature above 0",
+                UserWarning,
+                stacklevel=2,
+            )
         if stop_token_ids is None:
-            stop_token_ids = self.defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
+            stop_token_ids = defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
+        stops = token_ids_of("stop_token_ids", stop_token_ids)
         if stop_strings is None:
-            stop_strings = self.defaults.stop_strings
+            stop_strings = defaults.stop_strings
+        if callable(logits_processor):
+            logits_processor = [logits_processor]
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         limit = self._token_limit(len(ids), max_new_tokens)
         device = self.target.device
-        own = self.defaults.processors(len(ids), stop_token_ids, device)
+        own = defaults.processors(len(ids), stops, device)
         request = Request(
             ids=ids,
             params=params,
             seeds=torch.tensor(row_seeds(seed, 1), device=device),
             processors=[*own, *(logits_processor or ())],
-            output=Output(self.tokenizer, limit, stop_token_ids, stop_strings),
+            output=Output(self.tokenizer, limit, stops, stop_strings),
             stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
             starts=torch.full((1,), len(ids) - 1, dtype=torch.int32, device=device),
         )
@@ -339,6 +376,21 @@ class Speculator:
 def _tokenizer_stops(tokenizer: Any) -> list[int]:
     eos = getattr(tokenizer, "eos_token_id", None)
     return [] if eos is None else [eos]
+
+
+def _check_native(config: Any, block_size: int) -> None:
+    """Refuse at construction what the compiled ops would refuse in the first round."""
+    limits = (
+        ("head_dim", config.head_dim, config.head_dim % 8 == 0 and config.head_dim <= 256, "a multiple of 8 up to 256"),
+        ("block_size", block_size, block_size <= 64, "at most 64"),
+        ("conv_kernel_size", config.conv_kernel_size, config.conv_kernel_size <= 8, "at most 8"),
+    )
+    for name, got, fits, expected in limits:
+        if not fits:
+            raise ValueError(
+                f"Speculator: the drafter's {name} must be {expected} for the native ops, got {got}; "
+                "backend='reference' takes it"
+            )
 
 
 def _usable_backend(backend: str, device: torch.device) -> str:

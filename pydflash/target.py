@@ -73,7 +73,6 @@ class Target:
         self.dtype: torch.dtype = self.model.dtype
         limit = getattr(self._text_config, "max_position_embeddings", None)
         self.max_length: int | None = limit if isinstance(limit, int) and limit > 0 else None
-        self.generation_config = getattr(self.model, "generation_config", None)
         self._rope_switch = self._find_rope_switch()
         self._probe()
 
@@ -105,8 +104,16 @@ class Target:
             auto = transformers.AutoModelForImageTextToText
         model = auto.from_pretrained(path_or_id, config=config, dtype=dtype or "auto", **kwargs)
         if "device_map" not in kwargs:
-            model = model.to(device or _default_device())
+            try:
+                model = model.to(device or _default_device())
+            except (AssertionError, RuntimeError) as error:
+                raise RuntimeError(f"Target: device {device} cannot be used: {error}") from error
         return cls(model.eval(), layer_ids)
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own, as it is now, or None."""
+        return getattr(self.model, "generation_config", None)
 
     def new_cache(self, batch: int, capacity: int) -> TargetCache:
         """An empty cache. batch: must be 1. capacity: positions to allocate for; the cache grows where it is passed."""

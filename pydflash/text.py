@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,8 @@ def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
         return rows, many
     if isinstance(prompt, str):
         return [prompt], False
+    if hasattr(prompt, "tolist"):  # an array
+        return split_prompts(prompt.tolist())
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError(f"prompt: must be text, messages, token ids or a list of these, got {prompt!r}")
     if all(_is_id(item) for item in prompt) or all(_is_message(item) for item in prompt):
@@ -39,8 +42,23 @@ def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
     return [single for (single,), _ in singles], True
 
 
+def token_ids_of(name: str, value: Any) -> list[int]:
+    """Token ids of a number, a list, an array or a tensor, as a list of int.
+
+    Raises: ValueError naming the argument for anything else.
+    """
+    items = value.tolist() if hasattr(value, "tolist") else value
+    items = [items] if isinstance(items, Integral) else items
+    if not isinstance(items, Iterable) or isinstance(items, str):
+        raise ValueError(f"{name}: must be token ids, got {value!r}")
+    found = [item.item() if hasattr(item, "item") else item for item in items]
+    if not all(_is_id(item) for item in found):
+        raise ValueError(f"{name}: must be token ids, got {value!r}")
+    return [int(item) for item in found]
+
+
 def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _is_message(item: object) -> bool:
@@ -128,17 +146,24 @@ class Output:
         """Append the text of unread tokens, holding back a character whose bytes are not complete."""
         held = self._text(self._settled, self._read)
         whole = self._text(self._settled, len(self.token_ids))
-        if len(whole) > len(held) and (final or not whole.endswith("�")):
-            self.text += whole[len(held) :]
+        new = whole[len(held) :]
+        if new and (final or not new.endswith("�")):
+            self.text += new
             self._settled, self._read = self._read, len(self.token_ids)
             self._cut_at_stop_string()
+        elif self._stop_strings and (certain := new.rstrip("�")):
+            # The token that brings half a character can complete a stop string before it.
+            before = self.text
+            self.text += certain
+            if not self._cut_at_stop_string():
+                self.text, self._searched = before, len(before)
 
     def _text(self, start: int, stop: int) -> str:
         ids = self.token_ids[start:stop]
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _cut_at_stop_string(self) -> None:
-        """End the text behind the first stop string; it can begin in what an earlier token brought."""
+    def _cut_at_stop_string(self) -> bool:
+        """End the text behind the first stop string, if there is one; it can begin in what an earlier token brought."""
         found = [
             at + len(stop)
             for stop in self._stop_strings
@@ -148,3 +173,4 @@ class Output:
         if found:
             self.text = self.text[: min(found)]
             self.finish_reason = "stop"
+        return bool(found)

@@ -29,6 +29,8 @@ class FakeTarget(Target):
     Features are random rows of (token, position), so that drafters see every position and every token apart.
     """
 
+    generation_config: Any = None  # a plain attribute, where the real one looks at the model
+
     def __init__(
         self,
         law: Callable[[int, int], Tensor],

@@ -122,9 +122,8 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
     drafter.reserve(ids.shape[1] + size)
     optimizer = torch.optim.AdamW(drafter.train().parameters(), 4e-3)
     slots = torch.arange(size)
-    for _ in range(steps):
-        row = torch.randint(0, len(ids), (1,))
-        anchors = torch.randint(4, ids.shape[1] - size, (24,))
+
+    def loss_of(row: Tensor, anchors: Tensor) -> Tensor:
         length, positions = ids.shape[1], anchors[:, None] + slots
         k_context, v_context = drafter.context_keys(drafter.fuse(features[row]), torch.arange(length)[None])
 
@@ -146,7 +145,10 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
         if (selector := drafter.candidate_selector) is not None:
             before = selector.predecessor_codebook[ids[row, positions[:, :-1]]]
             scores = scores + (before * selector.hidden_projection(hidden)) @ selector.successor_codebook.T
-        loss = F.cross_entropy(scores.flatten(0, 1), ids[row, positions[:, 1:]].flatten())
+        return F.cross_entropy(scores.flatten(0, 1), ids[row, positions[:, 1:]].flatten())
+
+    for _ in range(steps):
+        loss = loss_of(torch.randint(0, len(ids), (1,)), torch.randint(4, ids.shape[1] - size, (24,)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

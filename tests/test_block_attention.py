@@ -270,12 +270,15 @@ F32 = torch.float32
             {"k_block": torch.zeros(2, 3, 8, 64)},
             r"k_block must be of shape \[B, Hkv, S, D\] = \[2, 2, 8, 64\], got \[2, 3, 8, 64\]",
         ),
-        ({"lengths": torch.zeros(3)}, r"lengths must be of shape \[B\] = \[2\], got \[3\]"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must be of shape \[B\] = \[2\], got \[3\]"),
         (
-            {"visibility": torch.zeros(3, 8)},
+            {"visibility": torch.zeros(3, 8, dtype=torch.int64)},
             r"visibility must be of shape \[B or 1, S\] = \[2, 8\], got \[3, 8\]",
         ),
-        ({"depths": torch.zeros(1, 7)}, r"depths must be of shape \[B or 1, S\] = \[1, 8\], got \[1, 7\]"),
+        (
+            {"depths": torch.zeros(1, 7, dtype=torch.int32)},
+            r"depths must be of shape \[B or 1, S\] = \[1, 8\], got \[1, 7\]",
+        ),
         ({"q": torch.zeros(2, 5, 8, 64)}, "Hq must be a multiple of Hkv = 2, got 5"),
         ({"window": -1}, r"window must be >= 0 \(0 = none\), got -1"),
     ],

@@ -148,8 +148,8 @@ def test_lengths_are_not_changed_and_empty_inputs_are_fine(device: torch.device)
             torch.zeros(2, 2, 3, 4, 16),
             r"k_block must be of shape \[Ly, B, Hkv, S, D\] = \[2, 2, 2, \?, 16\], got \[2, 2, 3, 4, 16\]",
         ),
-        ("index", torch.zeros(3, 4), r"index must be of shape \[B, N\] = \[2, \?\], got \[3, 4\]"),
-        ("lengths", torch.zeros(1), r"lengths must be of shape \[B\] = \[2\], got \[1\]"),
+        ("index", torch.zeros(3, 4, dtype=torch.int32), r"index must be of shape \[B, N\] = \[2, \?\], got \[3, 4\]"),
+        ("lengths", torch.zeros(1, dtype=torch.int32), r"lengths must be of shape \[B\] = \[2\], got \[1\]"),
         (
             "k_cache",
             torch.zeros(2, 2, 2, 16, 9).mT,

@@ -290,5 +290,5 @@ def test_arguments_are_checked() -> None:
     for size in (0, 5, -1):
         with pytest.raises(ValueError, match=rf"propose: block_size must be 1 to 4 \(as trained\), got {size}"):
             draft(drafter, block_size=size)
-    with pytest.raises(ValueError, match=r"append_context: features must be \[B, C, 128\], got width 64"):
+    with pytest.raises(ValueError, match=r"features must be \[B, C, 128\], B = 1 as the cache.s, got \[1, 3, 64\]"):
         drafter.append_context(randn(1, 3, 64), drafter.new_cache(1, 8))

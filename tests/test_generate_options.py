@@ -117,15 +117,14 @@ def test_the_generation_config_is_honoured(name: str) -> None:
         assert out.finish_reason == ("stop" if len(expected) < 24 else "length")
 
 
-def test_own_processors_come_after_the_configs() -> None:
+def test_own_processors_come_after_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    class First:
-        def processors(self, *_: Any) -> list[Any]:
-            return [lambda ids, scores: order.append("config") or scores]
+    def first(*_: Any) -> list[Any]:
+        return [lambda ids, scores: order.append("config") or scores]
 
     spec = Speculator(constant([1.0, 0.0], ()), None)
-    spec.defaults.processors = First().processors
+    monkeypatch.setattr(GenerationDefaults, "processors", first)
     spec.generate([0], 1, logits_processor=[lambda ids, scores: order.append("own") or scores])
     assert order == ["config", "own"]
 

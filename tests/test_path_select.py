@@ -307,8 +307,8 @@ GOOD = select_case(2, 3, 20, 4, 8)
         ({"anchors": torch.tensor([-1, 0])}, "anchors must be ids of the codebooks, 0 to 19, got -1"),
         ({"anchors": torch.tensor([0])}, r"anchors must be of shape \[B\] = \[2\], got \[1\]"),
         ({"temperature": torch.ones(3)}, r"temperature must be of shape \[B\] = \[2\], got \[3\]"),
-        ({"seeds": torch.ones(3)}, r"seeds must be of shape \[B\] = \[2\], got \[3\]"),
-        ({"starts": torch.ones(3)}, r"starts must be of shape \[B\] = \[2\], got \[3\]"),
+        ({"seeds": torch.ones(3, dtype=torch.int64)}, r"seeds must be of shape \[B\] = \[2\], got \[3\]"),
+        ({"starts": torch.ones(3, dtype=torch.int64)}, r"starts must be of shape \[B\] = \[2\], got \[3\]"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change: Arguments, message: str) -> None:

@@ -366,11 +366,11 @@ LOGITS, TOKENS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"draft_probs": torch.zeros(2, 2, 4)}, r"draft_probs must be of shape .* V >= vocab_size = 5, got V = 4"),
         ({"draft_probs": (TOKENS[:, :2, None], torch.zeros(2, 2, 4))}, r"draft_ids must be of shape \[B, S-1, K\]"),
         ({"temperature": torch.ones(3)}, r"temperature must be of shape \[B\] = \[2\], got \[3\]"),
-        ({"top_k": torch.ones(3)}, r"top_k must be of shape \[B\] = \[2\], got \[3\]"),
+        ({"top_k": torch.ones(3, dtype=torch.int64)}, r"top_k must be of shape \[B\] = \[2\], got \[3\]"),
         ({"top_p": torch.ones(3)}, r"top_p must be of shape \[B\] = \[2\], got \[3\]"),
         ({"min_p": torch.ones(3)}, r"min_p must be of shape \[B\] = \[2\], got \[3\]"),
-        ({"seeds": torch.ones(3)}, r"seeds must be of shape \[B\] = \[2\], got \[3\]"),
-        ({"starts": torch.ones(1)}, r"starts must be of shape \[B\] = \[2\], got \[1\]"),
+        ({"seeds": torch.ones(3, dtype=torch.int64)}, r"seeds must be of shape \[B\] = \[2\], got \[3\]"),
+        ({"starts": torch.ones(1, dtype=torch.int64)}, r"starts must be of shape \[B\] = \[2\], got \[1\]"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: str) -> None:

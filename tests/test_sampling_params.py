@@ -17,7 +17,7 @@ from pydflash.sampling import row_seeds
     [
         ({"temperature": -1e-3}, "temperature must be a number from 0 to inf, got -0.001"),
         ({"temperature": float("nan")}, "temperature must be a number from 0 to inf, got nan"),
-        ({"temperature": float("inf")}, "temperature must be finite, got inf"),
+        ({"temperature": float("inf")}, "temperature must be finite, at most 1e+30, got inf"),
         ({"temperature": "1"}, "temperature must be a number from 0 to inf, got '1'"),
         ({"temperature": True}, "temperature must be a number from 0 to inf, got True"),
         ({"top_p": 0.0}, "top_p must be above 0, got 0"),

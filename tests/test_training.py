@@ -213,7 +213,9 @@ def test_features_cached_and_padded_equal_fresh_ones() -> None:
     for _ in range(2):
         got = cached.batch([0, 1, 2], records, 8)
         for row, (ids, _) in enumerate(records):
-            torch.testing.assert_close(got.features[row, : len(ids)], want.features[row, : len(ids)], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                got.features[row, : len(ids)], want.features[row, : len(ids)], rtol=1e-4, atol=1e-4
+            )
             alone = target.prefill(ids[None], target.new_cache(1, 32)).features
             torch.testing.assert_close(got.features[row, : len(ids)], alone[0], rtol=1e-4, atol=1e-4)
     assert cached.tokens == 30
