@@ -88,7 +88,10 @@ def test_rounds_match(
 ) -> None:
     """Every proposed block and every accepted length equal the official loop's, as long as that drafts full blocks."""
     import dflash.model
+    from transformers import DynamicCache
 
+    if not hasattr(DynamicCache, "activate_past_recording"):
+        pytest.skip("the official loop needs transformers 5")
     drafter, official = pair
     target = TINY["qwen3"](num_hidden_layers=6)
     if fitted:
