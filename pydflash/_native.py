@@ -44,8 +44,8 @@ def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
 
 
 def _int32(x: Tensor, name: str) -> Tensor:
-    if x.dtype == torch.int32:
-        return x.contiguous()
+    if x.dtype is torch.int32 and x.is_contiguous():
+        return x
     narrow = _int64(x, name).to(torch.int32)
     if x.device.type == "cpu" and not torch.equal(narrow.to(torch.int64), x.to(torch.int64)):
         raise ValueError(f"{name} must fit in 32 bits, got values up to {int(x.abs().max())}")
@@ -53,6 +53,8 @@ def _int32(x: Tensor, name: str) -> Tensor:
 
 
 def _int64(x: Tensor, name: str) -> Tensor:
+    if x.dtype is torch.int64 and x.is_contiguous():
+        return x
     if x.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
     return x.to(torch.int64).contiguous()
@@ -94,14 +96,11 @@ def block_attention(
     )
     out = _attention_out(q) if q.dim() == 4 else torch.empty_like(q)
     floats = [_capsule(_rows(x)) for x in (q, k_cache, v_cache, k_block, v_block)]
-    ints = [
-        _capsule(x)
-        for x in (
-            _int32(lengths, "block_attention: lengths"),
-            _int64(visibility, "block_attention: visibility"),
-            _int32(depths, "block_attention: depths"),
-        )
-    ]
+    ints = (
+        _capsule(_int32(lengths, "block_attention: lengths")),
+        _capsule(_int64(visibility, "block_attention: visibility")),
+        _capsule(_int32(depths, "block_attention: depths")),
+    )
     module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
     return out
 

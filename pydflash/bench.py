@@ -223,6 +223,29 @@ def first_turn(prompt: Any) -> Any:
     return [{"role": "system", "content": prompt.system}, {"role": "user", "content": prompt.turns[0]}]
 
 
+def _machine(target: Any) -> dict[str, Any]:
+    import platform
+
+    import torch
+    import transformers
+
+    cpu = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.processor())
+    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    return {
+        "device": gpu or cpu,
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="folder or hub id of the target, or 'smollm2'")
     parser.add_argument("--drafter", action="append", required=True, metavar="[NAME=]DRAFTER", help="may be repeated")
@@ -284,7 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {loops} plain answers loop (a run of {LOOP_TOKENS} repeated tokens); they are counted apart")
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if not callable(v)}
     if arguments.json:
-        write_json({"settings": settings, "rows": rows}, arguments.json)
+        write_json({"machine": _machine(plain.target), "settings": settings, "rows": rows}, arguments.json)
     if arguments.png:
         plot(rows, arguments.png)
     return 0
