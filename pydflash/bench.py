@@ -225,9 +225,9 @@ def first_turn(prompt: Any) -> Any:
 
 def _machine(target: Any) -> dict[str, Any]:
     import platform
+    from importlib.metadata import version
 
     import torch
-    import transformers
 
     cpu = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.processor())
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
@@ -236,7 +236,7 @@ def _machine(target: Any) -> dict[str, Any]:
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "date": time.strftime("%Y-%m-%d"),
     }
 
