@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_models import TINY
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny_tokenizer import VOCAB, save_tokenizer
 
 import pydflash
 from pydflash import cli, demo
@@ -26,22 +26,6 @@ from pydflash.request import Generation
 from pydflash.speculator import Speculator
 from pydflash.stats import Stats
 from pydflash.target import Target
-
-VOCAB = 258
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One token per byte, then an end token and a mask token."""
-    vocabulary = {letter: i for i, letter in enumerate(LETTERS)} | {"<end>": 256, "<mask>": 257}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>", "<mask>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['role'][0] + m['content'] + '/' }}{% endfor %}"
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def tiny_drafter_config(**changes: object) -> DrafterConfig:
