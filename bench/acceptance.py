@@ -5,15 +5,19 @@
 
 The target answers each prompt plainly, all in one batch; `pydflash.training.evaluate.replay` then finds the rounds that
 speculative decoding makes over that text. It is exact where the text does not depend on the drafter: greedy, and at a
-temperature with the rule without q. Loops are counted apart.
+temperature with the rule without q. Loops are counted apart. Every drafter is compared with the first one, and its path
+with the best token of each slot, request by request: mean difference and a 95 % bootstrap interval over the prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -27,14 +31,17 @@ from pydflash.bench import LOOP_TOKENS, first_turn, longest_loop
 from pydflash.smollm2 import ensure_smollm2
 from pydflash.target import load_tokenizer
 from pydflash.text import encode
-from pydflash.training.evaluate import acceptance_length, bootstrap, replay
+from pydflash.training.build import ABLATION_CONFIG, InputConditionedDrafter
+from pydflash.training.evaluate import acceptance_length, bootstrap, paired, replay
 from pydflash.training.generate import BatchGenerator, Request
 from pydflash.training.prompts import read_prompts
+
+Text = tuple[torch.Tensor, int]
 
 
 def answers(
     target: Target, tokenizer: object, files: list[Path], count: int, tokens: int, temperature: float
-) -> dict[str, list[tuple[torch.Tensor, int]]]:
+) -> dict[str, list[Text]]:
     """The target's own text for the first prompts of each file: (ids, prompt_length)."""
     asked = {
         (file.stem, i): encode(first_turn(prompt), tokenizer, None, target.vocab_size)
@@ -65,44 +72,74 @@ def answers(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", help="folder or hub id, or smollm2")
-    parser.add_argument("--drafter", nargs="+", required=True)
-    parser.add_argument("--prompts", nargs="+", type=Path, required=True)
-    parser.add_argument("--num-prompts", type=int, default=40)
-    parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    folder = ensure_smollm2() if args.target == "smollm2" else args.target
-    plain = Target.from_pretrained(folder, dtype=getattr(torch, args.dtype))
-    tokenizer = load_tokenizer(folder)
-    rows = []
-    for temperature in args.temperatures:
-        texts = answers(plain, tokenizer, args.prompts, args.num_prompts, args.max_new_tokens, temperature)
-        for path in args.drafter:
-            native = plain.device.type == "cpu"
-            drafter = Drafter.from_pretrained(
-                path, device=plain.device, dtype=plain.dtype, backend="native" if native else "reference"
-            )
-            target = Target(plain.model, drafter.config.target_layer_ids)
-            for name, records in texts.items():
-                kept = [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
-                row = {"temperature": temperature, "drafter": Path(path).name, "prompts": name, "requests": len(kept)}
-                row["loops"] = len(records) - len(kept)
-                for label, selector in (("path", True), ("argmax", False)):
-                    rounds = replay(drafter, target, kept, selector=selector)
-                    lengths = [acceptance_length(r) for r in rounds if r]
-                    pooled = sum(map(sum, rounds)) / sum(map(len, rounds)) + 1
-                    row[label] = {
-                        "acceptance_length": sum(lengths) / len(lengths),
-                        "interval": bootstrap(lengths),
-                        "pooled": pooled,
-                    }
-                rows.append(row)
-    table = Table("T", "drafter", "prompts", "requests", "loops", "path", "95 %", "argmax")
+@dataclass(slots=True)
+class Lengths:
+    """Acceptance of one drafter at one temperature, request by request; nan where a request made no round."""
+
+    per_request: dict[str, list[float]] = field(default_factory=dict)
+    pooled: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, rounds: list[list[int]]) -> None:
+        self.per_request[name] = [acceptance_length(r) for r in rounds]
+        self.pooled[name] = sum(map(sum, rounds)) / max(sum(map(len, rounds)), 1) + 1
+
+    def all(self) -> list[float]:
+        return [x for values in self.per_request.values() for x in values]
+
+    def row(self, name: str) -> dict[str, Any]:
+        values = [x for x in self.per_request[name] if not math.isnan(x)]
+        return {
+            "acceptance_length": sum(values) / len(values) if values else math.nan,
+            "interval": bootstrap(values),
+            "pooled": self.pooled[name],
+            "per_request": self.per_request[name],
+        }
+
+    def mean_of_sets(self) -> float:
+        return sum(self.row(name)["acceptance_length"] for name in self.per_request) / len(self.per_request)
+
+
+def load_drafter(path: str, target: Target) -> Drafter:
+    kind = InputConditionedDrafter if (Path(path) / ABLATION_CONFIG).exists() else Drafter
+    backend = "native" if target.device.type == "cpu" else "reference"
+    return kind.from_pretrained(path, device=target.device, dtype=target.dtype, backend=backend)
+
+
+def measure(plain: Target, path: str, texts: dict[str, list[Text]]) -> dict[str, Lengths]:
+    drafter = load_drafter(path, plain)
+    target = Target(plain.model, drafter.config.target_layer_ids)
+    found = {"path": Lengths(), "argmax": Lengths()}
+    at_once = 1 if target.device.type == "cpu" else 16
+    for name, records in texts.items():
+        for label, lengths in found.items():
+            lengths.add(name, replay(drafter, target, records, selector=label == "path", texts_at_once=at_once))
+    return found
+
+
+def comparisons(results: dict[str, dict[str, Lengths]], temperature: float) -> list[dict[str, Any]]:
+    """Each drafter's path against the first one's, and against its own per-slot argmax."""
+    first = next(iter(results))
+    pairs = [(name, "path", first, "path") for name in results if name != first]
+    pairs += [(name, "path", name, "argmax") for name in results]
+    out = []
+    for name, label, other, other_label in pairs:
+        found = paired(results[name][label].all(), results[other][other_label].all())
+        out.append(
+            {
+                "temperature": temperature,
+                "a": f"{name} {label}",
+                "b": f"{other} {other_label}",
+                "difference": found.difference,
+                "interval": found.interval,
+                "pairs": found.pairs,
+            }
+        )
+    return out
+
+
+def show(rows: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> None:
+    console = Console(width=110)
+    table = Table("T", "drafter", "prompts", "requests", "loops", "path", "95 %", "pooled", "argmax")
     for row in rows:
         low, high = row["path"]["interval"]
         table.add_row(
@@ -113,13 +150,61 @@ def main() -> None:
             str(row["loops"]),
             f"{row['path']['acceptance_length']:.2f}",
             f"{low:.2f}-{high:.2f}",
+            f"{row['path']['pooled']:.2f}",
             f"{row['argmax']['acceptance_length']:.2f}",
         )
-    Console(width=110).print(table)
+    console.print(table)
+    table = Table("T", "a", "b", "a - b", "95 %", "pairs")
+    for row in pairs:
+        low, high = row["interval"]
+        numbers = f"{row['difference']:+.3f}", f"{low:+.3f} to {high:+.3f}", str(row["pairs"])
+        table.add_row(f"{row['temperature']:g}", row["a"], row["b"], *numbers)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", help="folder or hub id, or smollm2")
+    parser.add_argument("--drafter", nargs="+", required=True, metavar="[NAME=]DRAFTER")
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=40)
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    folder = ensure_smollm2() if args.target == "smollm2" else args.target
+    plain = Target.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    tokenizer = load_tokenizer(folder)
+    rows: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
+    for temperature in args.temperatures:
+        texts = answers(plain, tokenizer, args.prompts, args.num_prompts, args.max_new_tokens, temperature)
+        kept = {
+            name: [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
+            for name, records in texts.items()
+        }
+        results = {}
+        for given in args.drafter:
+            name, _, path = given.rpartition("=")
+            name = name or Path(path).name
+            results[name] = measure(plain, path, kept)
+            for prompts in kept:
+                row = {"temperature": temperature, "drafter": name, "prompts": prompts, "requests": len(kept[prompts])}
+                row["loops"] = len(texts[prompts]) - len(kept[prompts])
+                rows.append(row | {label: lengths.row(prompts) for label, lengths in results[name].items()})
+            means = {label: round(lengths.mean_of_sets(), 3) for label, lengths in results[name].items()}
+            print(f"T = {temperature:g}  {name}: mean of the sets {means}", flush=True)
+        pairs += comparisons(results, temperature)
+    show(rows, pairs)
     if args.json:
         settings = {k: [str(x) for x in v] if isinstance(v, list) else str(v) for k, v in vars(args).items()}
         settings["prompts"] = [p.name for p in args.prompts]
-        args.json.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+        settings["drafter"] = [given.rpartition("=")[0] or Path(given).name for given in args.drafter]
+        settings["target"] = Path(args.target).name
+        del settings["json"]
+        report = {"machine": machine(), "settings": settings, "rows": rows, "comparisons": pairs}
+        args.json.write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

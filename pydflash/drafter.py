@@ -330,7 +330,10 @@ class Drafter(nn.Module):
         weight = getattr(head, "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1:  # else quantised
             hidden = hidden.to(weight.dtype)
-        logits = head(hidden)
+        return self.scale_logits(head(hidden))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """The head's output with the config's multiplier and soft cap applied, element by element."""
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

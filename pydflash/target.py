@@ -65,8 +65,8 @@ class Target:
         if not isinstance(self.head, nn.Module):
             self._refuse("an output embedding module (get_output_embeddings())", repr(self.head))
         self.embed_weight = self._find_embed_weight()
-        self._layers = self._find_layers()
-        self.num_layers = len(self._layers)
+        self.layers = self._find_layers()
+        self.num_layers = len(self.layers)
         self.layer_ids = self._check_layer_ids(layer_ids)
         self.hidden_size: int = self._text_config.hidden_size
         self.device: torch.device = self.embed_weight.device
@@ -240,7 +240,7 @@ class Target:
             for module in training:
                 module.training = False
             for i in set(layer_ids):
-                handles.append(self._layers[i].register_forward_hook(partial(_take, taken, i)))
+                handles.append(self.layers[i].register_forward_hook(partial(_take, taken, i)))
             yield
         finally:
             for handle in handles:

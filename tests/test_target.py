@@ -297,7 +297,7 @@ def test_failure_inside_a_forward(name: str) -> None:
     def fail(module: nn.Module, args: Any, output: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = target._layers[2].register_forward_hook(fail)
+    handle = target.layers[2].register_forward_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         target.verify(torch.tensor([text[:4]]), cache)
     handle.remove()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..config import DrafterConfig
 from ..drafter import Drafter
 from ..target import Target
+from ..weight_files import write_file
+
+ABLATION_CONFIG, ABLATION_WEIGHTS = "input_conditioned.json", "input_conditioned.safetensors"
 
 
 def drafter_config(
@@ -120,8 +126,34 @@ class InputConditionedDrafter(Drafter):
     """An ablation: target features enter at the block's input only, and no context is attended to.
 
     The feature of the last committed position is added to every slot's embedding. The published method feeds features
-    as keys and values to every layer instead; this variant is here to be compared with it, and has no file format.
+    as keys and values to every layer instead; this variant is here to be compared with it. Its files have names of
+    their own, so that no loader takes it for a DFlash drafter.
     """
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        backend: str = "native",
+    ) -> InputConditionedDrafter:
+        """Load what `save_pretrained` wrote into a folder; there are none on the hub."""
+        folder = Path(path_or_id)
+        drafter = cls(DrafterConfig.from_dict(json.loads((folder / ABLATION_CONFIG).read_text())), backend=backend)
+        drafter.load_state_dict(load_file(folder / ABLATION_WEIGHTS))
+        return drafter.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(self, directory: str | Path, *, layout: str = "zlab") -> None:
+        """Write input_conditioned.json and input_conditioned.safetensors, each in one step."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        write_file(folder / ABLATION_WEIGHTS, lambda path: save_file(state, path))
+        config = json.dumps(self.config.to_dict(layout), indent=2) + "\n"
+        write_file(folder / ABLATION_CONFIG, lambda path: path.write_text(config))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         self.reserve(capacity + self.config.block_size)

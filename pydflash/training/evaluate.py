@@ -6,14 +6,16 @@ at every position in one forward, then walk from anchor to anchor. This is exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..drafter import DEFAULT_CANDIDATES, Drafter
 from ..target import Target
-from .features import FeatureSource
+from .features import FeatureSource, pad_records
 from .objective import Batch, block_hidden
 
 
@@ -21,57 +23,69 @@ from .objective import Batch, block_hidden
 def replay(
     drafter: Drafter,
     target: Target,
-    texts: Iterable[tuple[Tensor, int]],
+    texts: Sequence[tuple[Tensor, int]],
     *,
     selector: bool = True,
+    texts_at_once: int = 4,
     anchors_at_once: int = 256,
 ) -> list[list[int]]:
     """Accepted drafts of every round that the loop would make over each text (ids [n], prompt_length).
 
     The first token after the prompt belongs to the prefill, as in the loop; what the end of the text cuts counts
-    nowhere. `selector=False` takes the best token of every slot instead of the path.
+    nowhere. `selector=False` takes the best token of every slot instead of the path. `texts_at_once` and
+    `anchors_at_once` (of each text) bound the memory.
     """
     source = FeatureSource(target)
     out = []
-    for ids, prompt_length in texts:
-        batch = source.batch([0], [(ids, prompt_length)], multiple=1)
-        accepted: list[int] = []
-        positions = torch.arange(prompt_length, len(ids) - 1, device=batch.ids.device)
+    for first in range(0, len(texts), texts_at_once):
+        part = texts[first : first + texts_at_once]
+        batch = source.batch(range(len(part)), pad_records(part, multiple=1))
+        counts = [max(len(ids) - 1 - prompt_length, 0) for ids, prompt_length in part]
+        columns = torch.arange(max(counts))
+        starts = torch.tensor([prompt_length for _, prompt_length in part])[:, None]
+        anchors = torch.where(columns < torch.tensor(counts)[:, None], starts + columns, -1).to(batch.ids.device)
         kept = [
-            _matches(drafter, target, batch, part[None], selector)
-            for part in positions.split(anchors_at_once)
-            if len(part)
+            _matches(drafter, target, batch, piece, selector)
+            for piece in anchors.split(anchors_at_once, 1)
+            if len(columns)
         ]
-        matches = torch.cat(kept).tolist() if kept else []
-        at = 0
-        while at < len(matches):
-            accepted.append(min(matches[at], len(matches) - at - 1))
-            at += accepted[-1] + 1
-        out.append(accepted)
+        matches = torch.cat(kept, 1).tolist() if kept else [[] for _ in part]
+        out += [_walk(row[:count]) for row, count in zip(matches, counts, strict=True)]
     return out
 
 
+def _walk(matches: Sequence[int]) -> list[int]:
+    """The rounds over a text in which the anchor at place i has `matches[i]` confirmed drafts."""
+    accepted: list[int] = []
+    at = 0
+    while at < len(matches):
+        accepted.append(min(matches[at], len(matches) - at - 1))
+        at += accepted[-1] + 1
+    return accepted
+
+
 def _matches(drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, selector: bool) -> Tensor:
-    """How many drafts after each of `anchors` [1, A] the text confirms: [A]."""
+    """How many drafts after each of `anchors` [B, A] the text confirms: [B, A]."""
     size = drafter.config.block_size
-    hidden = block_hidden(drafter, target.embed_weight, batch, anchors, "dense")[0, :, 1:]
+    hidden = block_hidden(drafter, target.embed_weight, batch, anchors, "dense")[:, :, 1:].flatten(0, 1)
     part = drafter.candidate_selector if selector else None
-    first = batch.ids[0, anchors[0]]
+    at = anchors.clamp_min(0)
     tokens, *_ = drafter.ops.path_select(
         drafter.logits(hidden, target.head),
         None if part is None else part.hidden_projection(hidden),
         None if part is None else part.predecessor_codebook,
         None if part is None else part.successor_codebook,
-        first,
+        batch.ids.gather(1, at).flatten(),
         None,
         0,
-        anchors[0],
+        at.flatten(),
         drafter.config.selector_top_k if part is not None else min(DEFAULT_CANDIDATES, drafter.config.vocab_size),
         drafter.config.vocab_size,
     )
-    padded = torch.nn.functional.pad(batch.ids[0], (0, size), value=-1)
-    text = padded[anchors[0][:, None] + torch.arange(1, size, device=anchors.device)]
-    return (tokens == text).long().cumprod(-1).sum(-1)
+    padded = torch.nn.functional.pad(batch.ids, (0, size), value=-1)
+    after = (at[..., None] + torch.arange(1, size, device=at.device)).flatten(1)
+    text = padded.gather(1, after).view(*at.shape, size - 1)
+    return (tokens.view_as(text) == text).long().cumprod(-1).sum(-1)
 
 
 def acceptance_length(accepted: Sequence[int]) -> float:
@@ -89,3 +103,30 @@ def bootstrap(values: Sequence[float], resamples: int = 2000, level: float = 0.9
     tail = (1 - level) / 2
     low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
+
+
+class Paired(NamedTuple):
+    """A paired comparison: mean of a - b, its 95 % interval over prompts, and how many prompts had both."""
+
+    difference: float
+    interval: tuple[float, float]
+    pairs: int
+
+
+def paired(a: Sequence[float | None], b: Sequence[float | None]) -> Paired:
+    """Mean difference a - b of per-request values over the prompts where both have one, with a bootstrap interval.
+
+    Args:
+        a, b: One value per prompt, in the same order of prompts; None or nan where a prompt has none (it loops, or
+            made no round).
+
+    Returns: difference and interval (percentiles, 95 %, fixed seed) are nan without a pair.
+
+    Raises: ValueError where the two do not cover the same number of prompts.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired: a and b must have one value per prompt, got {len(a)} and {len(b)}")
+    both = [x - y for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    differences = [x for x in both if not math.isnan(x)]
+    mean = sum(differences) / len(differences) if differences else float("nan")
+    return Paired(mean, bootstrap(differences), len(differences))

@@ -2,14 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..target import Target
 from .objective import Batch
+
+
+class Padded(NamedTuple):
+    """Records on the CPU, padded on the right: ids [B, P] int64, supervised [B, P] bool, length of each."""
+
+    ids: Tensor
+    supervised: Tensor
+    lengths: list[int]
+
+
+def pad_records(records: Sequence[tuple[Tensor, int]], multiple: int = 64) -> Padded:
+    """Pad records (ids, prompt_length) to a multiple of `multiple`; response tokens are supervised."""
+    lengths = [len(ids) for ids, _ in records]
+    width = -(-max(lengths) // multiple) * multiple
+    ids = torch.zeros(len(records), width, dtype=torch.long)
+    supervised = torch.zeros(len(records), width, dtype=torch.bool)
+    for row, (tokens, prompt_length) in enumerate(records):
+        ids[row, : len(tokens)] = tokens
+        supervised[row, prompt_length : len(tokens)] = True
+    return Padded(ids, supervised, lengths)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting for the work queued before: pageable memory would make the host wait for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+@contextmanager
+def compiled_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Each layer's forward compiled for the duration of the block, its hooks outside the compiled part.
+
+    The layers are alike, so one is compiled and serves all.
+    """
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            del layer.forward
+            if own is not None:
+                layer.forward = own
 
 
 class FeatureSource:
@@ -28,23 +73,13 @@ class FeatureSource:
         self._kept: dict[int, Tensor] = {}
         self.tokens = 0  # positions the target has computed
 
-    def batch(self, keys: Sequence[int], records: Sequence[tuple[Tensor, int]], multiple: int = 64) -> Batch:
-        """Pad records (ids, prompt_length) on the right to a multiple of `multiple` and add the target's part.
-
-        `keys` name the records for the cache.
-        """
-        device = self.target.device
-        lengths = [len(ids) for ids, _ in records]
-        width = -(-max(lengths) // multiple) * multiple
-        ids = torch.zeros(len(records), width, dtype=torch.long)
-        supervised = torch.zeros(len(records), width, dtype=torch.bool)
-        for row, (tokens, prompt_length) in enumerate(records):
-            ids[row, : len(tokens)] = tokens
-            supervised[row, prompt_length : len(tokens)] = True
-        ids, supervised = ids.to(device), supervised.to(device)
+    def batch(self, keys: Sequence[int], padded: Padded) -> Batch:
+        """Add the target's part to sequences from `pad_records`; `keys` name the records for the cache."""
+        lengths, width = padded.lengths, padded.ids.shape[1]
+        ids, supervised = (to_device(x, self.target.device) for x in (padded.ids, padded.supervised))
         if not self.distil and all(key in self._kept for key in keys):
             stored = [self._kept[key] for key in keys]
-            kept = torch.nn.utils.rnn.pad_sequence(stored, batch_first=True)
+            kept = nn.utils.rnn.pad_sequence(stored, batch_first=True)
             return Batch(ids, supervised, F.pad(kept, (0, 0, 0, width - kept.shape[1])), None)
         logits, features = self.target.encode(ids, all_logits=self.distil)
         if features is None:

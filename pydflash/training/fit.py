@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         loop.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
     for name in ("batch_size", "accumulation", "max_length", "max_steps", "save_every", "log_every", "seed"):
         loop.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
+    loop.add_argument("--optimizer", choices=("adamw", "muon"), default=defaults.optimizer)
     loop.add_argument("--precision", choices=("bf16", "no"), help="default: bf16 on a GPU")
     loop.add_argument("--device", help="default: cuda, else xpu, else cpu")
     loss = parser.add_argument_group("the objective")

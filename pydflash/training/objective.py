@@ -119,14 +119,24 @@ def block_hidden(drafter: Drafter, table: Tensor, batch: Batch, anchors: Tensor,
     flex = attention == "flex" or (attention == "auto" and device.type == "cuda" and keys_in_all > DENSE_KEYS)
     groups = config.num_heads // config.num_kv_heads
     masks: dict[tuple[int, bool], Any] = {}
-    for kind in {(config.window(i), config.causal[i]) for i in range(config.num_layers)}:
-        rule = mask_rule(anchors, length, size, *kind)
-        built: Any = flex_mask(rule, anchors, length, size) if flex else dense_mask(rule, anchors, length, size)
-        masks[kind] = built
+
+    def mask_of(layer: int, dtype: torch.dtype) -> Any:
+        kind = config.window(layer), config.causal[layer]
+        if kind not in masks:
+            rule = mask_rule(anchors, length, size, *kind)
+            # An additive mask: torch's kernels would make one from booleans in every layer.
+            masks[kind] = (
+                flex_mask(rule, anchors, length, size)
+                if flex
+                else torch.zeros((), dtype=dtype, device=device).where(
+                    dense_mask(rule, anchors, length, size), float("-inf")
+                )
+            )
+        return masks[kind]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = masks[config.window(layer), config.causal[layer]]
         keys, values = torch.cat([k_context[layer], k], 2), torch.cat([v_context[layer], v], 2)
+        mask = mask_of(layer, q.dtype)
         if flex:
             return _flex_attention(q, keys, values, mask)
         # Repeated heads: torch's memory-efficient kernel takes a mask, but no grouped heads.
@@ -180,7 +190,9 @@ class Objective(nn.Module):
         rows = torch.arange(len(at), device=at.device)[:, None, None]
         labels, used = batch.ids[rows, at], inside & batch.supervised[rows, at]
         used = used.long().cumprod(-1).bool()
-        teacher = None if batch.logits is None else (batch.logits, rows.expand_as(at), at - 1)
+        teacher = None
+        if batch.logits is not None:
+            teacher = batch.logits.flatten(0, 1), (rows * batch.ids.shape[1] + (at - 1).clamp_min(0)).flatten()
         total, ce, correct = self._row_losses(hidden, labels, teacher)
         weight = self._weights(ce, used)
         loss = (total * weight).sum() / weight.sum().clamp_min(1e-6)
@@ -207,17 +219,19 @@ class Objective(nn.Module):
         return survival.flip(-1).cumsum(-1).flip(-1) * used
 
     def _row_losses(
-        self, hidden: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor, Tensor] | None
+        self, hidden: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss (with a gradient), cross-entropy and top-1 hits of every row [B, A, S-1]."""
-        rows = [hidden.flatten(0, 2), labels.flatten()]
-        where = None if teacher is None else (teacher[1].flatten(), teacher[2].clamp_min(0).flatten())
+        """Loss (with a gradient), cross-entropy and top-1 hits of every row [B, A, S-1].
+
+        teacher: logits [N, V] of the target and the row of them that belongs to each label, [B * A * (S-1)].
+        """
+        logits, where = teacher if teacher is not None else (None, None)
         total, ce, correct = _RowLosses.apply(
-            rows[0],
-            rows[1],
+            hidden.flatten(0, 2),
+            labels.flatten(),
             lambda z: self.drafter.logits(z, self.head),
             self.config,
-            None if teacher is None else teacher[0],
+            logits,
             where,
         )
         return total.view(labels.shape), ce.view(labels.shape), correct.view(labels.shape)
@@ -233,14 +247,15 @@ class Objective(nn.Module):
         # Anchors are sorted; a stride takes blocks from all over the sequence.
         picked = torch.linspace(0, hidden.shape[1] - 1, blocks, device=hidden.device).long()
         hidden, labels, used, weight = (x[:, picked] for x in (hidden, labels, used, weight))
-        logits = drafter.logits(hidden, self.head).float()
-        unary, candidates = logits.topk(min(config.selector_top_k, logits.shape[-1]), -1)
+        with torch.no_grad():
+            logits = drafter.logits(hidden, self.head)
+            candidates = logits.topk(min(config.selector_top_k, logits.shape[-1]), -1).indices
         if self.config.missing_gold == "inject":
             absent = ~(candidates == labels[..., None]).any(-1)
             candidates = torch.cat(
                 [candidates[..., :-1], torch.where(absent, labels, candidates[..., -1])[..., None]], -1
             )
-            unary = logits.gather(-1, candidates)
+        unary = self._candidate_logits(hidden, candidates)
         first = ids.gather(1, anchors[:, picked].clamp_min(0))[..., None]
         before = torch.cat([first, labels[..., :-1]], -1)
         left = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
@@ -259,6 +274,16 @@ class Objective(nn.Module):
         }
         return loss, sums
 
+    def _candidate_logits(self, hidden: Tensor, candidates: Tensor) -> Tensor:
+        """Logits [..., K], float32 and with a gradient, of candidates [..., K] alone where the head is a plain one."""
+        head = self.drafter.lm_head if self.drafter.lm_head is not None else self.head
+        if type(head) is not nn.Linear:
+            return self.drafter.logits(hidden, self.head).gather(-1, candidates).float()
+        logits = (head.weight[candidates] @ hidden.to(head.weight.dtype)[..., None]).squeeze(-1)
+        if head.bias is not None:
+            logits = logits + head.bias[candidates]
+        return self.drafter.scale_logits(logits).float()
+
 
 class _RowLosses(torch.autograd.Function):
     """Losses of rows under a frozen head, a chunk of logits at a time.
@@ -275,7 +300,7 @@ class _RowLosses(torch.autograd.Function):
         to_logits: Callable[[Tensor], Tensor],
         config: ObjectiveConfig,
         teacher: Tensor | None,
-        where: tuple[Tensor, Tensor] | None,
+        where: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compute = _compiled_losses() if hidden.is_cuda else losses_of_logits
         gradient = torch.empty_like(hidden)
@@ -285,7 +310,7 @@ class _RowLosses(torch.autograd.Function):
             with torch.enable_grad():
                 z = hidden[part].detach().requires_grad_()
                 logits = to_logits(z)
-            taught = None if teacher is None or where is None else teacher[where[0][part], where[1][part]]
+            taught = None if teacher is None or where is None else teacher.index_select(0, where[part])
             loss, ce, correct, slope = compute(logits.detach(), labels[part], taught, config.distillation)
             gradient[part] = torch.autograd.grad(logits, z, slope)[0]
             pieces.append((loss, ce, correct))

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..drafter import Drafter
 from ..target import Target
-from .features import FeatureSource
+from .features import FeatureSource, compiled_layers, pad_records, to_device
 from .objective import Objective, ObjectiveConfig, sample_anchors, summarise
 
 
@@ -38,8 +38,10 @@ class TrainConfig:
             whichever comes first, so a timed run still anneals).
         batch_size: Sequences per device and micro-step; `accumulation` micro-steps make a step.
         max_length: Longer records are cut, on the right.
-        lr, warmup, weight_decay, clip: AdamW with betas (0.9, 0.95), linear warm-up over that share of the steps,
-            cosine to zero, gradient norm clipped.
+        optimizer: "adamw" with betas (0.9, 0.95), or "muon": orthogonalised updates for the matrices of the layers,
+            scaled to the size of AdamW's so that one `lr` serves both, and AdamW for the rest.
+        lr, warmup, weight_decay, clip: Linear warm-up over that share of the steps, cosine to zero, gradient norm
+            clipped.
         precision: "bf16" autocast with float32 master weights, or "no".
         cache_gb: Memory for the target's features, see `FeatureSource`.
         save_every, keep: Steps between checkpoints, and how many stay.
@@ -52,6 +54,7 @@ class TrainConfig:
     batch_size: int = 64
     accumulation: int = 1
     max_length: int = 2048
+    optimizer: str = "adamw"
     lr: float = 6e-4
     warmup: float = 0.04
     weight_decay: float = 0.01
@@ -77,6 +80,8 @@ class TrainConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"training: {name} must be above 0, got {getattr(self, name)}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"training: optimizer must be 'adamw' or 'muon', got {self.optimizer!r}")
         if self.precision not in ("bf16", "no"):
             raise ValueError(f"training: precision must be 'bf16' or 'no', got {self.precision!r}")
 
@@ -92,6 +97,32 @@ def plan(lengths: Sequence[int], batch: int, epoch: int, seed: int) -> list[list
         batches += [part[i : i + batch] for i in range(0, len(part) - batch + 1, batch)]
     shuffled = torch.randperm(len(batches), generator=generator).tolist()
     return [batches[i] for i in shuffled]
+
+
+def make_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers of a run: weight decay on matrices only, and Muon for those of the layers where it is chosen.
+
+    Raises: ValueError for Muon with a torch that has none.
+    """
+    matrices: list[nn.Parameter] = []
+    tables: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in drafter.named_parameters():
+        table = "codebook" in name or name.startswith(("embed_tokens", "lm_head"))
+        kind = rest if parameter.dim() != 2 else tables if table else matrices
+        kind.append(parameter)
+    groups = [{"params": rest + tables, "weight_decay": 0.0}]
+    out: list[torch.optim.Optimizer] = []
+    if config.optimizer == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"training: optimizer 'muon' needs torch 2.9 or newer, got {torch.__version__}")
+        out.append(
+            torch.optim.Muon(matrices, config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    else:
+        groups.append({"params": matrices, "weight_decay": config.weight_decay})
+    fused = drafter.device.type == "cuda"
+    return [torch.optim.AdamW(groups, config.lr, betas=(0.9, 0.95), fused=fused), *out]
 
 
 class Trainer:
@@ -130,15 +161,8 @@ class Trainer:
             mixed_precision=config.precision, cpu=target.device.type == "cpu", step_scheduler_with_optimizer=False
         )
         module = Objective(drafter.float().train(), target.embed_weight, target.head, self.objective_config)
-        decayed = [p for n, p in drafter.named_parameters() if p.dim() > 1 and "codebook" not in n and "base" not in n]
-        rest = [p for p in drafter.parameters() if all(p is not q for q in decayed)]
-        optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-            config.lr,
-            betas=(0.9, 0.95),
-            fused=target.device.type == "cuda",
-        )
-        self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
+        self.module = self.accelerator.prepare(module)
+        self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.drafter = drafter
         self.source = FeatureSource(target, distil=self.objective_config.distillation > 0, cache_gb=config.cache_gb)
         self.lengths = [min(len(records[i][0]), config.max_length) for i in range(len(records))]
@@ -175,10 +199,11 @@ class Trainer:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
+        compiled = compiled_layers(list(self.target.layers) if self.target.device.type == "cuda" else [])
         began, before = time.perf_counter(), self.seconds
         sums: dict[str, Tensor] = {}
         mark = (time.perf_counter(), self.source.tokens)
-        with Progress(*columns, disable=not (progress and self.rank == 0)) as bar:
+        with compiled, Progress(*columns, disable=not (progress and self.rank == 0)) as bar:
             task = bar.add_task("training", total=self.total, completed=self.step)
             for batch in self._batches():
                 self._set_rate()
@@ -211,18 +236,20 @@ class Trainer:
         for micro in range(config.accumulation):
             first = (micro * self.world + self.rank) * config.batch_size
             keys = indices[first : first + config.batch_size]
-            batch = self.source.batch(keys, [self._record(key) for key in keys])
+            padded = pad_records([self._record(key) for key in keys])
             key = (self.config.seed * 1_000_003 + self.step) * 4099 + micro * self.world + self.rank
             generator = torch.Generator().manual_seed(key)
-            anchors = sample_anchors(batch.supervised, self.objective_config.num_anchors, generator)
+            anchors = sample_anchors(padded.supervised, self.objective_config.num_anchors, generator)
+            batch = self.source.batch(keys, padded)
             with self.accelerator.autocast():
-                loss, found = self.module(batch, anchors)
+                loss, found = self.module(batch, to_device(anchors, self.target.device))
             self.accelerator.backward(loss / config.accumulation)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0) + value
         self.accelerator.clip_grad_norm_(self.drafter.parameters(), config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return sums
 
     def _record(self, index: int) -> tuple[Tensor, int]:
@@ -241,7 +268,7 @@ class Trainer:
         done, warmup = min(self._progress(), 1.0), self.config.warmup
         ramp = min(1.0, (done + 1 / self.total) / warmup) if warmup else 1.0
         cosine = 0.5 * (1 + math.cos(math.pi * max(0.0, done - warmup) / (1 - warmup)))
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = self.config.lr * ramp * cosine
 
     # --- logs and checkpoints -------------------------------------------------------------------------------
@@ -249,7 +276,7 @@ class Trainer:
     def _log(self, sums: dict[str, Tensor], rate: float) -> str:
         reduced = self.accelerator.reduce(sums, "sum") if self.world > 1 else sums
         row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch, "seconds": self.seconds}
-        row |= {"lr": self.optimizer.param_groups[0]["lr"], "tokens_per_second": rate} | summarise(reduced)
+        row |= {"lr": self.optimizers[0].param_groups[0]["lr"], "tokens_per_second": rate} | summarise(reduced)
         self.history.append(row)
         if self.rank == 0:
             with (self.config.out / "log.jsonl").open("a") as log:
@@ -280,6 +307,7 @@ class Trainer:
         folder = self.config.out / f"step-{self.step:07d}"
         part = folder.with_suffix(".part")
         self.accelerator.save_state(str(part))
+        self.accelerator.wait_for_everyone()  # every rank writes its own random state
         if self.rank == 0:
             state = {"step": self.step, "seconds": self.seconds, "settings": self._settings()}
             (part / "trainer.json").write_text(json.dumps(state | {"history": self.history}))
