@@ -3,311 +3,361 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-LOOP_TOKENS = 20
-LONGEST_PERIOD = 16
+from .bench_figures import ALL, LOOP_TOKENS, Answered, Cell, comparisons, longest_loop, with_totals
+
+if TYPE_CHECKING:
+    from .bench_methods import Method
+    from .training.prompts import Prompt
+
+__all__ = ["LOOP_TOKENS", "add_arguments", "first_turn", "longest_loop", "measure", "run"]
+
+PLAIN = "plain"
+PEERS = ("transformers", "lookup", "dflash")
+_WARM_UP = 8  # tokens
+_EXAMPLE = """examples:
+  pydflash bench smollm2 --drafter ./my-drafter --prompts gsm8k.jsonl --num-prompts 20
+  pydflash bench Qwen/Qwen3-8B --drafter new=./my-drafter --drafter z-lab/Qwen3-8B-DFlash-b16 \\
+      --prompts gsm8k.jsonl chat=mt_bench.jsonl --temperatures 0,0.7 --peers --json bench.json --png bench.png
+
+Every method answers every prompt in turn, on the same target weights. Numbers in brackets are 95 % intervals over
+prompts. Answers that loop are counted apart. Ctrl-C shows and writes what there is so far."""
 
 
-def longest_loop(ids: Sequence[int]) -> int:
-    """The longest run in which the text repeats what it said 1 to 16 tokens before, in repeated tokens.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's options on `parser`."""
+    parser.epilog = _EXAMPLE
+    parser.add_argument("target", metavar="TARGET", help="folder or hub id of the target, or smollm2 (the demo's)")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        required=True,
+        metavar="[NAME=]D",
+        help="folder or hub id of a drafter; may be repeated, the others are then compared with the first",
+    )
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        required=True,
+        metavar="[NAME=]FILE",
+        help="prompt sets: .txt, .jsonl, .json or .parquet, as for `train data`; the first turn of each is asked",
+    )
+    parser.add_argument("--num-prompts", type=int, default=40, metavar="N", help="first N of each file (%(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=192, metavar="N", help="longest answer in tokens (%(default)s)"
+    )
+    parser.add_argument(
+        "--temperatures", default="0,1", metavar="T,...", help="0 is greedy; no top-k, top-p and min-p (%(default)s)"
+    )
+    parser.add_argument("--block-size", type=int, metavar="B", help="anchor + drafts; default: each drafter's own")
+    parser.add_argument(
+        "--draft-sampling",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="at T > 0, sample the drafts and accept them with the drafter's law (on), or take the best ones (off); "
+        "auto samples those of DFlash 2",
+    )
+    parser.add_argument(
+        "--argmax",
+        action="store_true",
+        help="also each DFlash 2 drafter without its selector: the best token of every slot",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="all",
+        metavar="LIST",
+        help=f"also other methods on the same weights: {', '.join(PEERS)} (comma-separated; an error where one is "
+        "missing), or without LIST all that are there",
+    )
+    parser.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1, xpu; default: the best there is")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the target's own")
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "native", "reference"),
+        default="auto",
+        help="compiled ops, or plain torch (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here, those of each answer too")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture here (needs matplotlib)")
 
-    >>> longest_loop([5, 7, 7, 7, 7])
-    3
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: prints the tables, warns of degenerate text, writes JSON and picture.
+
+    Returns: 0, or 130 where Ctrl-C ended the measurement; what was measured is shown and written all the same.
+
+    Raises: ValueError for arguments, before anything is loaded where it can be seen then.
     """
-    longest = 0
-    for period in range(1, min(LONGEST_PERIOD, len(ids) - 1) + 1):
-        run = 0
-        for i in range(period, len(ids)):
-            run = run + 1 if ids[i] == ids[i - period] else 0
-            longest = max(longest, run)
-    return longest
+    from rich.console import Console
+    from rich.progress import Progress
 
+    from .cli import check_sources
 
-@dataclass(slots=True)
-class Cell:
-    """One method on one prompt set at one temperature.
+    temperatures = parse_temperatures(arguments.temperatures)
+    peers = parse_peers(arguments.peers)
+    sources = named("--drafter", arguments.drafter, lambda path: path.name, (PLAIN, "transformers", "prompt lookup"))
+    files = named("--prompts", arguments.prompts, lambda path: path.stem, (ALL,))
+    check_numbers(arguments)
+    check_outputs(arguments.json, arguments.png)
+    target_source = {} if arguments.target == "smollm2" else {"TARGET": arguments.target}
+    check_sources(**target_source, **{f"drafter {name}": source for name, source in sources.items()})
+    asked = read_sets(files, arguments.num_prompts)
 
-    Attributes:
-        lengths: Acceptance length of each request (1 without drafts).
-        accepted, rounds: Pooled over requests.
-        slots: Per slot, rounds that kept it and rounds that drafted it.
-        loops: Requests whose text degenerates; they count in the speed, and apart in the acceptance.
-    """
-
-    method: str
-    prompts: str
-    temperature: float
-    lengths: list[float] = field(default_factory=list)
-    looping: list[float] = field(default_factory=list)
-    accepted: int = 0
-    rounds: int = 0
-    slots: list[list[int]] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, ids: Sequence[int], accepted: Sequence[int], drafted: Sequence[int], seconds: float) -> None:
-        if accepted:
-            length = sum(accepted) / len(accepted) + 1
-            (self.looping if longest_loop(ids) >= LOOP_TOKENS else self.lengths).append(length)
-        self.accepted += sum(accepted)
-        self.rounds += len(accepted)
-        for n, count in zip(accepted, drafted, strict=True):
-            while len(self.slots) < count:
-                self.slots.append([0, 0])
-            for slot in range(count):
-                self.slots[slot][1] += 1
-                self.slots[slot][0] += slot < n
-        self.tokens += len(ids)
-        self.seconds += seconds
-
-    def report(self) -> dict[str, Any]:
-        """The figures of this cell, with a 95 % bootstrap interval of the per-request mean."""
-        from .training.evaluate import bootstrap
-
-        mean = sum(self.lengths) / len(self.lengths) if self.lengths else math.nan
-        return {
-            "method": self.method,
-            "prompts": self.prompts,
-            "temperature": self.temperature,
-            "requests": len(self.lengths),
-            "loops": len(self.looping),
-            "acceptance_length": mean,
-            "interval": bootstrap(self.lengths),
-            "pooled_acceptance_length": 1 + self.accepted / self.rounds if self.rounds else math.nan,
-            "slot_acceptance": [kept / drafted for kept, drafted in self.slots],
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else math.nan,
-            "per_request": self.lengths,
-        }
-
-
-Run = Callable[[list[int], float, int], tuple[list[int], list[int], list[int]]]
-
-
-def speculator_run(spec: Any, max_new_tokens: int) -> Run:
-    """A method that answers token ids with a `Speculator`: new tokens, accepted and drafted counts of each round."""
-
-    def run(ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[int], list[int]]:
-        out = spec.generate(ids, max_new_tokens, temperature=temperature, seed=seed)
-        return out.token_ids, out.stats.num_accepted, out.stats.num_drafted
-
-    return run
-
-
-def lookup_run(spec: Any, max_new_tokens: int, draft_tokens: int) -> Run:
-    """transformers' prompt-lookup decoding on the same weights; it reports no rounds."""
-    import torch
-
-    def run(ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[int], list[int]]:
-        torch.manual_seed(seed)
-        model = spec.target.model
-        options: dict[str, Any] = {"temperature": temperature} if temperature > 0 else {}
-        out = model.generate(
-            torch.tensor([ids], device=model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            prompt_lookup_num_tokens=draft_tokens,
-            **options,
-        )
-        return out[0, len(ids) :].tolist(), [], []
-
-    return run
-
-
-def transformers_run(spec: Any, max_new_tokens: int) -> Run:
-    """transformers' own generate on the same weights."""
-    import torch
-
-    def run(ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[int], list[int]]:
-        torch.manual_seed(seed)
-        model = spec.target.model
-        options: dict[str, Any] = {"temperature": temperature} if temperature > 0 else {}
-        prompt = torch.tensor([ids], device=model.device)
-        out = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=temperature > 0, **options)
-        return out[0, len(ids) :].tolist(), [], []
-
-    return run
+    methods, sets, missing, target = _prepare(arguments, sources, asked, peers)
+    for name, reason in missing.items():
+        print(f"not measured: {name}: {reason}")
+    cells: list[Cell] = []
+    failure, code = None, 0
+    total = len(methods) * len(temperatures) * sum(map(len, sets.values()))
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("answering", total=total)
+            measure(methods, sets, temperatures, arguments.max_new_tokens, cells, lambda: bar.advance(task))
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:  # hours of answers must not be lost with it
+        failure, code = error, 2
+    _report(arguments, cells, next(iter(sources)), missing, {"machine": machine(target), "complete": code == 0})
+    if failure is not None:
+        raise failure
+    return code
 
 
 def measure(
-    methods: dict[str, Run], sets: dict[str, list[list[int]]], temperatures: Sequence[float], progress: Any = None
-) -> list[Cell]:
-    """Run every method on every prompt, methods interleaved prompt by prompt so that drift hits all alike."""
-    cells: list[Cell] = []
+    methods: dict[str, Method],
+    sets: dict[str, list[list[int]]],
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    cells: list[Cell],
+    progress: Callable[[], None] | None = None,
+) -> None:
+    """Run every method on every prompt into `cells`, which hold what there is so far when it is broken off.
+
+    Methods are interleaved prompt by prompt, so that drift of the machine hits all alike. The seed is the prompt's
+    number. sets: token ids by name. progress: called after each answer.
+    """
     for temperature in temperatures:
         for name, prompts in sets.items():
             row = {method: Cell(method, name, temperature) for method in methods}
+            cells += row.values()
             for number, ids in enumerate(prompts):
-                for method, run in methods.items():
+                for method, answer in methods.items():
                     begin = time.perf_counter()
-                    tokens, accepted, drafted = run(ids, temperature, number)
-                    row[method].add(tokens, accepted, drafted, time.perf_counter() - begin)
+                    out = answer(ids, temperature, number, max_new_tokens)
+                    seconds = time.perf_counter() - begin
+                    row[method].answers.append(
+                        Answered(
+                            (name, number),
+                            len(out.ids),
+                            seconds,
+                            tuple(out.accepted),
+                            tuple(out.drafted),
+                            longest_loop(out.ids),
+                        )
+                    )
                     if progress is not None:
                         progress()
-            cells += row.values()
-    return cells
 
 
-def write_json(report: dict[str, Any], path: Path) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(part, path)
-
-
-def print_table(rows: Sequence[dict[str, Any]], baseline: str) -> None:
-    """Acceptance and speed, one row per method, set and temperature; the ratio is to `baseline` in the same run."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("T", "prompts", "method", "acceptance", "95 %", "pooled", "loops", "tok/s", f"x {baseline}")
-    speed = {(r["prompts"], r["temperature"]): r["tokens_per_second"] for r in rows if r["method"] == baseline}
-    for row in rows:
-        low, high = row["interval"]
-        known = not math.isnan(row["acceptance_length"])
-        base = speed.get((row["prompts"], row["temperature"]), math.nan)
-        table.add_row(
-            f"{row['temperature']:g}",
-            row["prompts"],
-            row["method"],
-            f"{row['acceptance_length']:.2f}" if known else "-",
-            f"{low:.2f}-{high:.2f}" if known else "-",
-            f"{row['pooled_acceptance_length']:.2f}" if known else "-",
-            str(row["loops"]),
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['tokens_per_second'] / base:.2f}",
-        )
-    Console(width=120).print(table)
-
-
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Acceptance length by prompt set and per-slot acceptance, as a PNG; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    drafting = [r for r in rows if r["slot_acceptance"] and max(r["slot_acceptance"]) > 0]
-    names = list(dict.fromkeys(r["prompts"] for r in drafting))
-    series = list(dict.fromkeys((r["method"], r["temperature"]) for r in drafting))
-    figure, (bars, slots) = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    width = 0.8 / max(len(series), 1)
-    for i, (method, temperature) in enumerate(series):
-        found = {r["prompts"]: r for r in drafting if (r["method"], r["temperature"]) == (method, temperature)}
-        heights = [found[n]["acceptance_length"] if n in found else math.nan for n in names]
-        label = f"{method}, T = {temperature:g}"
-        bars.bar([x + i * width for x in range(len(names))], heights, width, label=label)
-        columns = [r["slot_acceptance"] for r in found.values()]
-        means = [sum(c) / len(c) for c in zip(*columns, strict=False)]
-        slots.plot(range(1, len(means) + 1), means, marker="o", label=label)
-    bars.set_xticks([x + 0.4 - width / 2 for x in range(len(names))], names)
-    bars.set(title="acceptance length (mean over requests)", ylabel="tokens per round")
-    slots.set(title="share of rounds that keep a slot", xlabel="slot", ylim=(0, 1))
-    for axis in (bars, slots):
-        axis.grid(alpha=0.3, axis="y")
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def first_turn(prompt: Any) -> Any:
+def first_turn(prompt: Prompt) -> Any:
     """The first question of a prompt, with its system message where it has one."""
     if prompt.system is None:
         return prompt.turns[0]
     return [{"role": "system", "content": prompt.system}, {"role": "user", "content": prompt.turns[0]}]
 
 
-def _machine(target: Any) -> dict[str, Any]:
+# --- checks, before anything long begins ----------------------------------------------------------------------------
+
+
+def parse_temperatures(given: str) -> list[float]:
+    """The numbers of a comma-separated list, each at least 0 and none twice."""
+    try:
+        found = [float(part) for part in given.split(",")]
+    except ValueError:
+        found = []
+    if not found or len(set(found)) < len(found) or not all(t >= 0 and math.isfinite(t) for t in found):
+        raise ValueError(f"bench: --temperatures must be different numbers >= 0, separated by commas, got {given!r}")
+    return found
+
+
+def parse_peers(given: str | None) -> list[str] | None:
+    """Peers that are asked for by name; None for all that are there."""
+    import importlib.util
+
+    if given == "all":
+        return None
+    found = [] if given is None else [part.strip() for part in given.split(",")]
+    if not set(found) <= set(PEERS) or len(set(found)) < len(found):
+        raise ValueError(f"bench: --peers must be among {', '.join(PEERS)}, each once, got {given!r}")
+    if "dflash" in found and importlib.util.find_spec("dflash") is None:
+        raise ValueError(
+            "bench: --peers must be installed, got dflash without its package (pip install --no-deps dflash)"
+        )
+    return found
+
+
+def named(option: str, given: Sequence[str], name_of: Callable[[Path], str], reserved: Sequence[str]) -> dict[str, str]:
+    """[NAME=]SOURCE arguments as name -> source; without a name it is `name_of` the source.
+
+    Raises: ValueError for names that come twice or are `reserved`.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, sign, source = text.partition("=")
+        if not sign or Path(text).exists():
+            name, source = name_of(Path(text)), text
+        if not name or not source:
+            raise ValueError(f"bench: {option} must be SOURCE or NAME=SOURCE, got {text!r}")
+        if name in found or name in reserved:
+            taken = "is the name of another row" if name in reserved else f"also stands for {found[name]!r}"
+            raise ValueError(f"bench: {option} must have names of their own (NAME=...), got {text!r}: {name!r} {taken}")
+        found[name] = source
+    return found
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse counts that leave nothing to measure."""
+    for name, least in (("num_prompts", 1), ("max_new_tokens", 2), ("block_size", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"bench: --{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def check_outputs(json_path: Path | None, png: Path | None) -> None:
+    """Refuse files that could not be written once the measurement is done."""
+    import importlib.util
+
+    for option, path in (("--json", json_path), ("--png", png)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise ValueError(f"bench: {option} must be in a folder that exists, got {str(path)!r}")
+        if path.is_dir():
+            raise ValueError(f"bench: {option} must be a file, got the folder {str(path)!r}")
+    if png is not None:
+        if png.suffix.lower() != ".png":
+            raise ValueError(f"bench: --png must end in .png, got {str(png)!r}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("bench: --png needs matplotlib, which is not installed")
+
+
+def read_sets(files: dict[str, str], count: int) -> dict[str, list[Prompt]]:
+    """The first `count` prompts of each file. Raises ValueError naming a file that is missing, wrong or empty."""
+    from .training.prompts import read_prompts
+
+    sets = {}
+    for name, file in files.items():
+        if not Path(file).is_file():
+            raise ValueError(f"bench: --prompts must be files that exist, got {file!r}")
+        sets[name] = read_prompts(file)[:count]
+        if not sets[name]:
+            raise ValueError(f"bench: --prompts must have a prompt in each file, got none in {file!r}")
+    return sets
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    arguments: argparse.Namespace, sources: dict[str, str], asked: dict[str, list[Prompt]], peers: list[str] | None
+) -> tuple[dict[str, Method], dict[str, list[list[int]]], dict[str, str], Any]:
+    """Load everything: methods by name, token ids by set, missing peers, the target."""
+    from . import bench_methods as ways
+    from .cli import torch_dtype
+    from .drafter import Drafter
+    from .smollm2 import ensure_smollm2
+    from .speculator import Speculator
+    from .text import encode
+
+    folder = ensure_smollm2() if arguments.target == "smollm2" else arguments.target
+    dtype = torch_dtype(arguments.dtype)
+    loaded = Speculator.from_pretrained(folder, device=arguments.device, dtype=dtype, backend=arguments.backend)
+    target, tokenizer = loaded.target, loaded.tokenizer
+    sets = {
+        name: [encode(first_turn(prompt), tokenizer, None, target.vocab_size) for prompt in prompts]
+        for name, prompts in asked.items()
+    }
+    for name, prompts in sets.items():
+        longest = max(map(len, prompts)) + arguments.max_new_tokens
+        if target.max_length is not None and longest > target.max_length:
+            raise ValueError(
+                f"bench: prompt and --max-new-tokens must fit the target's {target.max_length} positions, "
+                f"got {longest} in {name!r}"
+            )
+    drafters: dict[str, Drafter] = {}
+    for name, source in sources.items():
+        drafters[name] = Drafter.from_pretrained(source, device=target.device, dtype=target.dtype)
+    official = dict(drafters)
+    argmax = [f"{name}, argmax" for name in drafters if arguments.argmax and drafters[name].candidate_selector]
+    if arguments.argmax and not argmax:
+        raise ValueError(f"bench: --argmax must have a DFlash 2 drafter, got none among {', '.join(drafters)}")
+    for name in argmax:
+        drafters[name] = Drafter.from_pretrained(
+            sources[name.removesuffix(", argmax")], device=target.device, dtype=target.dtype
+        )
+        drafters[name].candidate_selector = None
+    ends = ways.Ends.of(target, tokenizer)
+    plain = Speculator(target, None, ends.tokenizer, backend=arguments.backend)
+    methods = {PLAIN: ways.speculator_method(plain, ends)}
+    methods |= ways.drafter_methods(
+        target,
+        drafters,
+        ends,
+        argmax=argmax,
+        block_size=arguments.block_size,
+        draft_sampling={"auto": None, "on": True, "off": False}[arguments.draft_sampling],
+        backend=arguments.backend,
+    )
+    prompt = next(iter(sets.values()))[0]
+    missing = ways.add_peers(methods, peers, target, official, ends, prompt, arguments.block_size)
+    for method in methods.values():
+        method(prompt, 0.0, 0, _WARM_UP)
+    return methods, sets, missing, target
+
+
+def _report(
+    arguments: argparse.Namespace, cells: list[Cell], first: str, missing: dict[str, str], report: dict[str, Any]
+) -> None:
+    """Show and write what was measured; `report` has what else the JSON says."""
+    from .bench_report import plot, print_report, write_json
+
+    cells = with_totals([cell for cell in cells if cell.answers])
+    if not cells:
+        print("nothing was measured")
+        return
+    rows = [cell.report() for cell in cells]
+    compared = comparisons(cells, first, PLAIN)
+    print_report(rows, compared, PLAIN)
+    if not report["complete"]:
+        print("INCOMPLETE: the measurement was broken off; these are the answers until then")
+    if arguments.json:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if not callable(v)}
+        write_json(report | {"settings": settings, "missing": missing, "rows": rows, **compared}, arguments.json)
+    if arguments.png:
+        plot(rows, arguments.png)
+
+
+def machine(target: Any) -> dict[str, Any]:
+    """What the figures were measured on."""
     import platform
     from importlib.metadata import version
 
     import torch
 
-    cpu = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.processor())
-    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     return {
-        "device": gpu or cpu,
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu,
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="folder or hub id of the target, or 'smollm2'")
-    parser.add_argument("--drafter", action="append", required=True, metavar="[NAME=]DRAFTER", help="may be repeated")
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="[NAME=]FILE")
-    parser.add_argument("--num-prompts", type=int, default=40, help="first N of each file (40)")
-    parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--temperatures", default="0,1", help="comma-separated (0,1)")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--peers", action="store_true", help="also transformers' generate and prompt-lookup decoding")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--png", type=Path, help="draw a picture here")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """The command: prints the table, warns of degenerate text, writes JSON and picture."""
-    from rich.progress import Progress
-
-    from . import Drafter, Speculator
-    from .smollm2 import ensure_smollm2
-    from .text import encode
-    from .training.prompts import read_prompts
-
-    target = ensure_smollm2() if arguments.target == "smollm2" else arguments.target
-    plain = Speculator.from_pretrained(
-        target, device=arguments.device, dtype=arguments.dtype, backend=arguments.backend
-    )
-    device, dtype, limit = plain.target.device, plain.target.dtype, arguments.max_new_tokens
-    methods: dict[str, Run] = {"plain": speculator_run(plain, limit)}
-    for given in arguments.drafter:
-        name, _, folder = given.rpartition("=")
-        drafter = Drafter.from_pretrained(folder, device=device, dtype=dtype)
-        spec = Speculator(
-            plain.target, drafter, plain.tokenizer, block_size=arguments.block_size, backend=arguments.backend
-        )
-        methods[name or Path(folder).name] = speculator_run(spec, limit)
-    if arguments.peers:
-        methods["transformers"] = transformers_run(plain, limit)
-        methods["prompt lookup"] = lookup_run(plain, limit, 10)
-    sets = {}
-    for given in arguments.prompts:
-        name, _, file = given.rpartition("=")
-        sets[name or Path(file).stem] = [
-            encode(first_turn(prompt), plain.tokenizer, None, plain.target.vocab_size)
-            for prompt in read_prompts(file)[: arguments.num_prompts]
-        ]
-    temperatures = [float(t) for t in arguments.temperatures.split(",")]
-    total = len(methods) * len(temperatures) * sum(map(len, sets.values()))
-    for warm_up in methods.values():
-        warm_up(next(iter(sets.values()))[0], 0.0, 0)
-    with Progress(transient=True) as bar:
-        task = bar.add_task("answering", total=total)
-        cells = measure(methods, sets, temperatures, lambda: bar.advance(task))
-    rows = [cell.report() for cell in cells]
-    print_table(rows, "plain")
-    if loops := sum(row["loops"] for row in rows if row["method"] == "plain"):
-        print(f"warning: {loops} plain answers loop (a run of {LOOP_TOKENS} repeated tokens); they are counted apart")
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if not callable(v)}
-    if arguments.json:
-        write_json({"machine": _machine(plain.target), "settings": settings, "rows": rows}, arguments.json)
-    if arguments.png:
-        plot(rows, arguments.png)
-    return 0

@@ -122,6 +122,9 @@ def test_leaves_and_the_named_edges() -> None:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}
     assert not found["target"] & {"drafter", "speculator", "checkpoint", "config"}
+    assert found["bench_figures"] == {"training"}
+    assert found["bench_report"] == {"bench_figures"}
+    assert not found["bench_methods"] & {"bench", "bench_figures", "bench_report", "training", "cli"}
 
 
 def test_training_and_export_stand_where_they_should() -> None:
