@@ -124,6 +124,11 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             "pydflash train data MODEL --prompts prompts.jsonl --self-prompts 20000 --out records",
         ),
         ("fit", "train a drafter on records", "pydflash train fit MODEL --data records --out my-drafter"),
+        (
+            "toy",
+            "see all steps in two minutes, with a tiny target made on the spot; nothing is downloaded",
+            "pydflash train toy --out toy",
+        ),
     ):
         command = add(step, _run_heavy(f"training.{step}"), summary, example, steps)
         if argv[:2] == ["train", step]:

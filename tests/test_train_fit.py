@@ -80,6 +80,7 @@ def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_pat
         more = arguments(made, tmp_path, "--max-steps", steps, "--save-every", "3")
         found = subprocess.run([*launch, *more], env=environment, capture_output=True, text=True, timeout=240)
         assert found.returncode == 0, found.stderr[-2000:]
+        assert found.stdout.count("wrote the drafter") == 1
     rows = log(tmp_path)
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 8]
     saved = json.loads((tmp_path / "step-0000006" / "trainer.json").read_text())

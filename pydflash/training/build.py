@@ -80,8 +80,11 @@ def drafter_config(
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """`count` layers from 1 to the fourth last, evenly: the rule of the published drafters."""
-    if num_target_layers < 4:
-        raise ValueError(f"training: the target must have at least 4 layers to tap, got {num_target_layers}")
+    if num_target_layers < count + 3:
+        raise ValueError(
+            f"training: --target-layer-ids must name the layers to tap: {count} evenly spread ones need a target of "
+            f"{count + 3} layers or more, got {num_target_layers}"
+        )
     if count == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))

@@ -187,14 +187,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="TARGET", help="folder or hub id of the model that the drafter is for")
     add("--out", required=True, metavar="DIR", help="where the records go; a run that was stopped goes on there")
     add("--prompts", nargs="+", default=[], metavar="FILE", help="prompt files: .txt, .jsonl, .json or .parquet")
-    add("--self-prompts", type=int, default=0, metavar="N", help="prompts that the target writes itself")
-    add("--exclude", nargs="+", default=[], metavar="FILE", help="evaluation files whose texts must not be among them")
-    add("--samples-per-prompt", type=int, default=1, metavar="K", help="responses to each prompt; default: 1")
+    add(
+        "--self-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="prompts the target writes itself; it must have a chat template",
+    )
+    add(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="evaluation files: prompts with their words are left out",
+    )
+    add(
+        "--samples-per-prompt",
+        type=int,
+        default=1,
+        metavar="K",
+        help="responses to each prompt, one of them greedy at most; default: 1",
+    )
     number = (
         ("max-new-tokens", "longest response"),
-        ("max-prompt-tokens", "longer prompts are left out"),
+        ("max-prompt-tokens", "longer prompts are left out, the template counted in"),
         ("self-prompt-tokens", "longest self-written prompt"),
-        ("sync-every", "steps between two looks at the batch"),
+        ("sync-every", "steps until finished rows get new prompts"),
         ("shard-tokens", "tokens of a shard"),
         ("top-k", "filter at T > 0; 0 is off"),
         ("seed", "seed of all random streams"),
@@ -218,13 +236,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T,T,...",
         help="shared out over the prompts, repeat one to give it a greater share; default: 0,0.8,1.0",
     )
-    add("--batch-size", type=int, metavar="N", help="texts in flight; default: 2048 on a GPU, 16 on a CPU")
-    add("--time-limit", type=float, metavar="SECONDS", help="stop then with what is there")
+    add(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="responses in flight, lower it if memory runs out; default: 2048 on a GPU, else 16",
+    )
+    add("--time-limit", type=float, metavar="SECONDS", help="stop then; the same command goes on later")
     add("--drop-capped", action="store_true", help="leave out responses that reach --max-new-tokens")
-    add("--drop-loops", action="store_true", help="leave out responses that repeat themselves")
+    add("--drop-loops", action="store_true", help="leave out responses that repeat 20 tokens and more in a loop")
     add("--device", help="default: cuda, else xpu, else cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU, else the model's own")
-    add("--attention", choices=ATTENTION, default=settings.attention, help="how a step attends; default: auto")
+    add(
+        "--attention",
+        choices=ATTENTION,
+        default=settings.attention,
+        help="kernel of the decoding steps; default: auto, flash where it runs",
+    )
     add("--no-graphs", dest="graphs", action="store_false", help="run without CUDA graphs")
 
 

@@ -88,6 +88,78 @@ def _matches(drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, se
     return (tokens.view_as(text) == text).long().cumprod(-1).sum(-1)
 
 
+@torch.no_grad()
+def sampled_rounds(
+    drafter: Drafter,
+    target: Target,
+    texts: Sequence[tuple[Tensor, int]],
+    temperature: float = 1.0,
+    draft_temperature: float | None = None,
+    *,
+    texts_at_once: int = 4,
+) -> list[float]:
+    """Expected rounds of the loop over each text (ids [n], prompt_length) where drafts are sampled, by the rule with q.
+
+    Given the text, a draft is kept with probability min(1, q / p) of the text's token, each after the text's own
+    predecessor: drafting and keeping a token has probability min(p, q), and the text says it with probability p. So
+    this is exact in law for texts that the target sampled at `temperature` without filters.
+
+    Args:
+        draft_temperature: Of the drafter's walk; None takes `temperature`.
+    """
+    source, size = FeatureSource(target, distil=True), drafter.config.block_size
+    out = []
+    for first in range(0, len(texts), texts_at_once):
+        part = texts[first : first + texts_at_once]
+        batch = source.batch(range(len(part)), pad_records(part, multiple=1))
+        counts = [max(len(ids) - 1 - prompt_length, 0) for ids, prompt_length in part]
+        if not max(counts):
+            out += [0.0] * len(part)
+            continue
+        columns = torch.arange(max(counts))
+        starts = torch.tensor([prompt_length for _, prompt_length in part])[:, None]
+        anchors = torch.where(columns < torch.tensor(counts)[:, None], starts + columns, -1).to(batch.ids.device)
+        at = (anchors.clamp_min(0)[..., None] + torch.arange(size, device=anchors.device)).clamp_max(
+            batch.ids.shape[1] - 1
+        )
+        tokens = batch.ids.gather(1, at.flatten(1)).view_as(at)
+        assert batch.logits is not None
+        rows = batch.logits[:, :-1].float() / temperature
+        p = rows.gather(-1, batch.ids[:, 1:, None]).squeeze(-1) - rows.logsumexp(-1)
+        p = p.gather(1, (at[..., 1:] - 1).flatten(1)).view_as(at[..., 1:]).exp()
+        q = _draft_probs(drafter, target, batch, anchors, tokens, draft_temperature or temperature)
+        kept = (q / p).clamp_max(1).cumprod(-1).tolist()
+        out += [_expected(row[:count]) for row, count in zip(kept, counts, strict=True)]
+    return out
+
+
+def _draft_probs(
+    drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, tokens: Tensor, temperature: float
+) -> Tensor:
+    """The walk's probability of each of `tokens` [B, A, S] after the one before it: [B, A, S - 1]."""
+    hidden = block_hidden(drafter, target.embed_weight, batch, anchors, "dense")[:, :, 1:]
+    logits = drafter.logits(hidden, target.head).float()
+    selector = drafter.candidate_selector
+    count = drafter.config.selector_top_k if selector is not None else DEFAULT_CANDIDATES
+    scores, candidates = logits.topk(min(count, logits.shape[-1]), -1)
+    if selector is not None:
+        left = selector.predecessor_codebook[tokens[..., :-1]] * selector.hidden_projection(hidden)
+        scores = scores + (selector.successor_codebook[candidates] @ left[..., None]).squeeze(-1).float()
+    law = torch.softmax(scores / temperature, -1)
+    return (law * (candidates == tokens[..., 1:, None])).sum(-1)
+
+
+def _expected(kept: Sequence[Sequence[float]]) -> float:
+    """Expected rounds from the first anchor on; `kept[i][k]` is the chance that round i keeps more than k drafts."""
+    rounds = [0.0] * (len(kept) + 1)
+    for i in range(len(kept) - 1, -1, -1):
+        room = len(kept) - i - 1
+        chances = [1.0, *kept[i][:room], 0.0]
+        after = (rounds[min(i + 1 + k, len(kept))] for k in range(len(chances) - 1))
+        rounds[i] = 1 + sum((a - b) * r for a, b, r in zip(chances, chances[1:], after, strict=False))
+    return rounds[0]
+
+
 def acceptance_length(accepted: Sequence[int]) -> float:
     """Tokens per round of one text; nan without a round."""
     return sum(accepted) / len(accepted) + 1 if accepted else float("nan")

@@ -73,8 +73,46 @@ def build_drafter(arguments: argparse.Namespace, target: Target) -> Drafter:
     return drafter
 
 
+_LOOP_HELP = {
+    "epochs": "passes over the records",
+    "lr": "peak learning rate",
+    "warmup": "share of the run in which the rate rises",
+    "weight_decay": "on matrices",
+    "clip": "largest gradient norm",
+    "cache_gb": "gigabytes of target features kept on the device for later passes",
+    "time_limit": "end after SECONDS, the schedule shortened to fit; 0 is no limit",
+    "batch_size": "sequences per device and micro-step",
+    "accumulation": "micro-steps of a step",
+    "max_length": "longer records are cut on the right",
+    "max_steps": "end after N steps; 0 is no limit",
+    "save_every": "steps between checkpoints",
+    "log_every": "steps between log lines",
+    "seed": "of weights, order and anchors",
+}
+_LOSS_HELP = {
+    "num_anchors": "blocks per sequence and step",
+    "distillation": "share of the target's distribution in the loss, 0 to 1; the rest is the next token",
+    "selector_weight": "factor of the selector's loss",
+    "selector_share": "share of the blocks the selector learns from",
+    "chunk_rows": "rows whose logits exist at once; lower it if memory runs out",
+}
+_EPILOG = """example, with records made by `pydflash train data`; on two GPUs with torchrun --nproc-per-node 2 -m:
+  pydflash train fit Qwen/Qwen3-4B --data records --out drafter --optimizer muon --lr 1e-3 --distillation 0.5
+"""
+
+
+def _numbers(group: Any, helps: dict[str, str], defaults: Any) -> None:
+    """An option for each number of `defaults`, with its help and its default."""
+    for name, text in helps.items():
+        default = getattr(defaults, name)
+        kind, metavar = (int, "N") if isinstance(default, int) else (float, "X")
+        option, text = f"--{name.replace('_', '-')}", f"{text}; default: {default:g}"
+        group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `pydflash train fit`."""
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("target", metavar="TARGET", help="folder or hub id of the model the records were made with")
     add("--data", nargs="+", required=True, metavar="DIR", help="folders written by `pydflash train data`")
@@ -82,35 +120,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="checkpoints, curves and the drafter; goes on if stopped"
     )
     shape = parser.add_argument_group("the drafter")
-    shape.add_argument("--drafter-version", type=int, choices=(1, 2), default=2, help="DFlash or DFlash 2 (2)")
-    shape.add_argument("--layers", type=int, default=5)
-    shape.add_argument("--block-size", type=int, default=8, help="anchor and drafts (8)")
-    shape.add_argument("--intermediate-size", type=int, help="width of the MLP; default: the target's")
-    shape.add_argument("--target-layer-ids", type=_integers, metavar="I,I,..", help="default: evenly spread")
-    shape.add_argument("--selector-rank", type=int, default=64)
-    shape.add_argument("--window", type=int, help="sliding window of every layer; default: whole context")
-    shape.add_argument("--mask-token-id", type=int, help="a token text never contains; default: an unused special one")
-    shape.add_argument("--warm-start", metavar="DRAFTER", help="a DFlash drafter to start a DFlash 2 one from")
-    shape.add_argument("--conditioning", choices=("kv", "input"), default="kv", help="'input' is an ablation")
+    shape.add_argument("--drafter-version", type=int, choices=(1, 2), default=2, help="DFlash or DFlash 2; default: 2")
+    shape.add_argument("--layers", type=int, default=5, metavar="N", help="decoder layers of the drafter; default: 5")
+    shape.add_argument("--block-size", type=int, default=8, metavar="N", help="anchor and drafts; default: 8")
+    shape.add_argument("--intermediate-size", type=int, metavar="N", help="width of the MLP; default: the target's")
+    shape.add_argument(
+        "--target-layer-ids",
+        type=_integers,
+        metavar="I,I,..",
+        help="target layers to read, from 0; default: as many as --layers, evenly spread",
+    )
+    shape.add_argument(
+        "--selector-rank", type=int, default=64, metavar="N", help="rank of the DFlash 2 selector; default: 64"
+    )
+    shape.add_argument("--window", type=int, metavar="N", help="sliding window of every layer; default: whole context")
+    shape.add_argument(
+        "--mask-token-id", type=int, metavar="ID", help="a token text never contains; default: an unused special one"
+    )
+    shape.add_argument(
+        "--warm-start", metavar="DRAFTER", help="a drafter of the same shape to start from; DFlash may start DFlash 2"
+    )
+    shape.add_argument(
+        "--conditioning",
+        choices=("kv", "input"),
+        default="kv",
+        help="kv: target features in every layer; input: at the input only, an ablation with files of its own",
+    )
     defaults = TrainConfig(out=Path())
     loop = parser.add_argument_group("the loop")
-    for name in ("epochs", "lr", "warmup", "weight_decay", "clip", "cache_gb", "time_limit"):
-        loop.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
-    for name in ("batch_size", "accumulation", "max_length", "max_steps", "save_every", "log_every", "seed"):
-        loop.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
-    loop.add_argument("--optimizer", choices=("adamw", "muon"), default=defaults.optimizer)
-    loop.add_argument("--precision", choices=("bf16", "no"), help="default: bf16 on a GPU")
+    _numbers(loop, _LOOP_HELP, defaults)
+    loop.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default=defaults.optimizer,
+        help=f"muon needs torch 2.9 and gets further in as many steps; default: {defaults.optimizer}",
+    )
+    loop.add_argument("--precision", choices=("bf16", "no"), help="default: bf16 on a GPU, no on a CPU")
     loop.add_argument("--device", help="default: cuda, else xpu, else cpu")
     loss = parser.add_argument_group("the objective")
     objective = ObjectiveConfig()
-    loss.add_argument("--num-anchors", type=int, default=objective.num_anchors, help="blocks per sequence and step")
-    loss.add_argument("--gamma", type=float, help="decay of slot weights; default: by block size")
-    loss.add_argument("--weighting", choices=("decay", "dpace"), default=objective.weighting)
-    for name in ("distillation", "selector_weight", "selector_share"):
-        loss.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(objective, name))
-    loss.add_argument("--missing-gold", choices=("drop", "inject"), default=objective.missing_gold)
-    loss.add_argument("--attention", choices=("auto", "dense", "flex"), default=objective.attention)
-    loss.add_argument("--chunk-rows", type=int, default=objective.chunk_rows)
+    _numbers(loss, _LOSS_HELP, objective)
+    loss.add_argument(
+        "--gamma",
+        type=float,
+        metavar="X",
+        help="decay of the slot weights; default: 4, from block size 10 5, from 16 7",
+    )
+    loss.add_argument(
+        "--weighting",
+        choices=("decay", "dpace"),
+        default=objective.weighting,
+        help="of the slots: decay, or dpace by the chance that a block survives to the slot; default: decay",
+    )
+    loss.add_argument(
+        "--missing-gold",
+        choices=("drop", "inject"),
+        default=objective.missing_gold,
+        help="a next token outside the candidates is left out of the selector's loss, or put among them; default: drop",
+    )
+    loss.add_argument(
+        "--attention",
+        choices=("auto", "dense", "flex"),
+        default=objective.attention,
+        help="dense mask or FlexAttention; auto takes flex on CUDA beyond 4,096 keys",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,6 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
         device = f"cuda:{os.environ['LOCAL_RANK']}"  # started by torchrun: a GPU for each process
         torch.cuda.set_device(device)
     target = Target.from_pretrained(arguments.target, device=device)
+    if target.device.type != "cpu" and target.dtype == torch.float32:
+        target = Target(target.model.to(torch.bfloat16))  # as `train data` runs it
     precision = arguments.precision or ("no" if target.device.type == "cpu" else "bf16")
     drafter = build_drafter(arguments, target).to(target.device)
     target = Target(target.model, drafter.config.target_layer_ids)
@@ -130,9 +205,11 @@ def run(arguments: argparse.Namespace) -> int:
         drafter, target, records, TrainConfig(**settings | {"precision": precision}), ObjectiveConfig(**objective)
     )
     parameters = sum(p.numel() for p in drafter.parameters())
-    print(f"{len(records):,} records, {parameters / 1e6:.1f} M parameters, up to {trainer.total:,} steps")
+    say = trainer.accelerator.print  # on the first of several processes
+    say(f"{len(records):,} records, {parameters / 1e6:.1f} M parameters, up to {trainer.total:,} steps")
     trainer.fit()
-    print(f"wrote the drafter, log.jsonl and curves.png to {arguments.out}")
+    say(f"wrote the drafter, log.jsonl and curves.png to {arguments.out}")
+    trainer.accelerator.end_training()
     return 0
 
 
