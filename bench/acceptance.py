@@ -3,10 +3,11 @@
     python bench/acceptance.py smollm2 --drafter models/smollm2-135m-instruct-dflash2 --prompts gsm8k.jsonl mbpp.jsonl \
         --json bench/results/acceptance.json
 
-The target answers each prompt plainly, all in one batch; `pydflash.training.evaluate.replay` then finds the rounds that
-speculative decoding makes over that text. It is exact where the text does not depend on the drafter: greedy, and at a
-temperature with the rule without q. Loops are counted apart. Every drafter is compared with the first one, and its path
-with the best token of each slot, request by request: mean difference and a 95 % bootstrap interval over the prompts.
+The target answers each prompt plainly, all in one batch; `pydflash.training.evaluate` then finds the rounds that
+speculative decoding makes over that text. "path" and "argmax" are exact where drafts carry no probabilities (greedy,
+and at a temperature by the rule without q); "sampled" is the expectation for drafts sampled with q. Loops are counted
+apart. Every drafter is compared with the first one, and its path with the best token of each slot, request by request:
+mean difference and a 95 % bootstrap interval over the prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pydflash.smollm2 import ensure_smollm2
 from pydflash.target import load_tokenizer
 from pydflash.text import encode
 from pydflash.training.build import ABLATION_CONFIG, InputConditionedDrafter
-from pydflash.training.evaluate import acceptance_length, bootstrap, paired, replay
+from pydflash.training.evaluate import bootstrap, paired, replay, sampled_rounds
 from pydflash.training.generate import BatchGenerator, Request
 from pydflash.training.prompts import read_prompts
 
@@ -79,9 +80,9 @@ class Lengths:
     per_request: dict[str, list[float]] = field(default_factory=dict)
     pooled: dict[str, float] = field(default_factory=dict)
 
-    def add(self, name: str, rounds: list[list[int]]) -> None:
-        self.per_request[name] = [acceptance_length(r) for r in rounds]
-        self.pooled[name] = sum(map(sum, rounds)) / max(sum(map(len, rounds)), 1) + 1
+    def add(self, name: str, tokens: list[int], rounds: list[float]) -> None:
+        self.per_request[name] = [n / r if r else math.nan for n, r in zip(tokens, rounds, strict=True)]
+        self.pooled[name] = sum(tokens) / max(sum(rounds), 1)
 
     def all(self) -> list[float]:
         return [x for values in self.per_request.values() for x in values]
@@ -105,14 +106,20 @@ def load_drafter(path: str, target: Target) -> Drafter:
     return kind.from_pretrained(path, device=target.device, dtype=target.dtype, backend=backend)
 
 
-def measure(plain: Target, path: str, texts: dict[str, list[Text]]) -> dict[str, Lengths]:
+def measure(plain: Target, path: str, texts: dict[str, list[Text]], temperature: float) -> dict[str, Lengths]:
     drafter = load_drafter(path, plain)
     target = Target(plain.model, drafter.config.target_layer_ids)
-    found = {"path": Lengths(), "argmax": Lengths()}
+    found = {"path": Lengths(), "argmax": Lengths()} | ({"sampled": Lengths()} if temperature else {})
     at_once = 1 if target.device.type == "cpu" else 16
     for name, records in texts.items():
+        tokens = [max(len(ids) - prompt_length - 1, 0) for ids, prompt_length in records]
         for label, lengths in found.items():
-            lengths.add(name, replay(drafter, target, records, selector=label == "path", texts_at_once=at_once))
+            if label == "sampled":
+                rounds = sampled_rounds(drafter, target, records, temperature, texts_at_once=at_once)
+            else:
+                walked = replay(drafter, target, records, selector=label == "path", texts_at_once=at_once)
+                rounds = [float(len(r)) for r in walked]
+            lengths.add(name, tokens, rounds)
     return found
 
 
@@ -121,6 +128,7 @@ def comparisons(results: dict[str, dict[str, Lengths]], temperature: float) -> l
     first = next(iter(results))
     pairs = [(name, "path", first, "path") for name in results if name != first]
     pairs += [(name, "path", name, "argmax") for name in results]
+    pairs += [(name, "sampled", name, "path") for name in results if temperature]
     out = []
     for name, label, other, other_label in pairs:
         found = paired(results[name][label].all(), results[other][other_label].all())
@@ -139,7 +147,7 @@ def comparisons(results: dict[str, dict[str, Lengths]], temperature: float) -> l
 
 def show(rows: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> None:
     console = Console(width=110)
-    table = Table("T", "drafter", "prompts", "requests", "loops", "path", "95 %", "pooled", "argmax")
+    table = Table("T", "drafter", "prompts", "requests", "loops", "path", "95 %", "pooled", "argmax", "sampled")
     for row in rows:
         low, high = row["path"]["interval"]
         table.add_row(
@@ -152,6 +160,7 @@ def show(rows: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> None:
             f"{low:.2f}-{high:.2f}",
             f"{row['path']['pooled']:.2f}",
             f"{row['argmax']['acceptance_length']:.2f}",
+            f"{row['sampled']['acceptance_length']:.2f}" if "sampled" in row else "-",
         )
     console.print(table)
     table = Table("T", "a", "b", "a - b", "95 %", "pairs")
@@ -188,7 +197,7 @@ def main() -> None:
         for given in args.drafter:
             name, _, path = given.rpartition("=")
             name = name or Path(path).name
-            results[name] = measure(plain, path, kept)
+            results[name] = measure(plain, path, kept, temperature)
             for prompts in kept:
                 row = {"temperature": temperature, "drafter": name, "prompts": prompts, "requests": len(kept[prompts])}
                 row["loops"] = len(texts[prompts]) - len(kept[prompts])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pydflash import Drafter, Speculator, Target
 from pydflash.training.build import InputConditionedDrafter, drafter_config, initialise, spread_layers, warm_start
-from pydflash.training.evaluate import acceptance_length, bootstrap, replay
+from pydflash.training.evaluate import acceptance_length, bootstrap, replay, sampled_rounds
 from pydflash.training.features import FeatureSource, pad_records
 from pydflash.training.masks import dense_mask, flex_mask, mask_rule
 from pydflash.training.objective import Batch, Objective, ObjectiveConfig, block_hidden, sample_anchors
@@ -315,6 +315,23 @@ def test_replay_finds_the_rounds_of_the_loop(version: int) -> None:
         text = torch.cat([prompt, torch.tensor(out.token_ids)])
         assert replay(drafter, target, [(text, len(prompt))], anchors_at_once=7) == [out.stats.num_accepted]
     assert acceptance_length([3, 1, 2]) == 3.0
+
+
+def test_sampled_rounds_are_those_of_the_loop_in_law() -> None:
+    """Mean rounds of 150 sampled requests against the expectation over 150 plain texts: within 4 standard errors."""
+    temperature = 0.7
+    model = TINY["qwen3"](num_hidden_layers=6)
+    drafter = fit(build_drafter(2, block_size=4), model, steps=60)
+    target, prompt, tokens = Target(model, drafter.config.target_layer_ids), fitted_prompts()[0], 8
+    spec, plain = Speculator(target, drafter), Speculator(model, None)
+    options: dict[str, Any] = {"temperature": temperature, "stop_token_ids": []}
+    looped = [float(spec.generate(prompt, tokens, seed=i, **options).stats.rounds) for i in range(150)]
+    texts = [plain.generate(prompt, tokens, seed=1000 + i, **options).token_ids for i in range(150)]
+    records = [(torch.cat([prompt, torch.tensor(text)]), len(prompt)) for text in texts]
+    want, got = torch.tensor(looped), torch.tensor(sampled_rounds(drafter, target, records, temperature))
+    error = (want.var() / 150 + got.var() / 150).sqrt()
+    assert abs(want.mean() - got.mean()) < 4 * error
+    assert want.mean() + 4 * error < tokens - 1  # so that drafts that are never kept would be seen
 
 
 def test_input_conditioned_ablation_trains_as_it_drafts() -> None:
