@@ -1,10 +1,11 @@
-"""Times `reject_sample` and `path_select` against the same work in plain torch and in transformers' warpers.
+"""Times the sampling and path ops against the same work in plain torch and in transformers' warpers.
 
     python bench/sampling.py [--threads 1] [--vocab 152064] [--dtype float32] [--repeats 31] [--json FILE]
 
 Each side of a row of the table runs in turn, so that a change of the machine's speed meets all of them; the table
 shows medians, the JSON the 10th percentile too. GB/s counts the logits read once, beside the bandwidth of copying
-a tensor of the same size (bytes read plus bytes written).
+a tensor of the same size (bytes read plus bytes written). `path_tree` and `path_viterbi` stand beside their
+definition in `pydflash.reference`, on lattices with edges ("DFlash 2") and with independent slots ("DFlash 1").
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from machine import machine
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pydflash import ops
+from pydflash import ops, reference
 
 Sides = dict[str, Callable[[], object]]
 FILTERS: dict[str, dict[str, Any]] = {
@@ -146,6 +147,33 @@ def select_cases(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tupl
     return cases
 
 
+def tree_cases() -> dict[str, tuple[Sides, int]]:
+    generator = torch.Generator().manual_seed(2)
+    cases: dict[str, tuple[Sides, int]] = {}
+    anchors, top_k = torch.zeros(1, dtype=torch.int64), 16
+    for block_size, square in ((8, True), (16, True), (8, False), (16, False)):
+        shape = (1, block_size - 1, *([top_k] if square else []), top_k)
+        scores = 2 * torch.randn(shape, generator=generator)
+        candidates = torch.rand(1, block_size - 1, 1000, generator=generator).topk(top_k).indices
+        normalizers = None if square else scores.logsumexp(-1) + 0.1
+        copy, lattice = torch.empty_like(scores), (candidates, scores)
+        title = f"S {block_size}, K {top_k}, DFlash {2 if square else 1}"
+        for num_nodes in (15, 31, 63):
+            sides: Sides = {
+                "pydflash": partial(ops.path_tree, anchors, *lattice, num_nodes, normalizers),
+                "torch": partial(reference.path_tree, anchors, *lattice, num_nodes, normalizers),
+                "copy": partial(copy.copy_, scores),
+            }
+            cases[f"path_tree {num_nodes} nodes, {title}"] = sides, scores.nbytes
+        sides = {
+            "pydflash": partial(ops.path_viterbi, *lattice, normalizers),
+            "torch": partial(reference.path_viterbi, *lattice, normalizers),
+            "copy": partial(copy.copy_, scores),
+        }
+        cases[f"path_viterbi {title}"] = sides, scores.nbytes
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -161,7 +189,8 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in setup.items()), end="\n\n")
     print(f"{'median ms':48}{'pydflash':>9}{'torch':>9}{'hf':>9}{'x torch':>9}{'x hf':>7}{'GB/s':>7}{'copy':>7}")
     results = []
-    for name, (sides, size) in (reject_cases(args, dtype) | select_cases(args, dtype)).items():
+    cases = reject_cases(args, dtype) | select_cases(args, dtype) | tree_cases()
+    for name, (sides, size) in cases.items():
         times = measure(sides, args.repeats)
         median = {side: statistics.median(values) for side, values in times.items()}
         low = {side: statistics.quantiles(values, n=10)[0] for side, values in times.items()}

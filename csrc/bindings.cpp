@@ -192,6 +192,74 @@ void path_select(Capsule logits_, MaybeCapsule hidden_, MaybeCapsule predecessor
   backend::path_select(p, stream_of(stream, device));
 }
 
+// The lattice of path_tree and path_viterbi; `candidates` and `scores` are checked here.
+Lattice lattice_of(const char* op, const TensorView& candidates, const TensorView& scores,
+                   const MaybeCapsule& log_normalizers_) {
+  candidates.int64().shape({-1, -1, -1}, "[B, S-1, K]").contiguous();
+  const int64_t batch = candidates.dim(0), slots = candidates.dim(1), top_k = candidates.dim(2);
+  if (top_k < 1 || top_k > 1024) refuse(text(op, ": candidates must be 1 to 1024 a slot, got ", top_k));
+  const bool edges = scores.rank() == 4;
+  if (edges)
+    scores.float32().shape({batch, slots, top_k, top_k}, "[B, S-1, K, K]").contiguous();
+  else
+    scores.float32().shape({batch, slots, top_k}, "[B, S-1, K] or [B, S-1, K, K]").contiguous();
+  Lattice lattice{};
+  if (log_normalizers_) {
+    TensorView normalizers(op, "log_normalizers", *log_normalizers_);
+    if (edges) refuse(text(op, ": log_normalizers must be None where scores are [B, S-1, K, K], got a tensor"));
+    lattice.log_normalizers = data_of<float>(normalizers.float32().shape({batch, slots}, "[B, S-1]").contiguous());
+  }
+  lattice.batch = int(batch), lattice.slots = int(slots), lattice.rows = int(edges ? top_k : 1);
+  lattice.top_k = int(top_k);
+  lattice.candidates = data_of<int64_t>(candidates), lattice.scores = data_of<float>(scores);
+  return lattice;
+}
+
+void path_tree(Capsule anchors_, Capsule candidates_, Capsule scores_, int64_t num_nodes, MaybeCapsule log_normalizers_,
+               Capsule tokens_, Capsule parents_, Capsule depths_, Capsule visibility_, Capsule log_probs_,
+               uintptr_t stream, int device) {
+  const char* op = "path_tree";
+  TensorView anchors(op, "anchors", anchors_), candidates(op, "candidates", candidates_),
+      scores(op, "scores", scores_), tokens(op, "tokens", tokens_), parents(op, "parents", parents_),
+      depths(op, "depths", depths_), visibility(op, "visibility", visibility_), log_probs(op, "log_probs", log_probs_);
+  PathTreeParams p{};
+  p.lattice = lattice_of(op, candidates, scores, log_normalizers_);
+  const int64_t batch = p.lattice.batch, slots = num_nodes + 1;
+  int64_t nodes = 0, width = 1;
+  for (int depth = 0; depth < p.lattice.slots && nodes < 63; ++depth) nodes += width *= p.lattice.top_k;
+  const int64_t limit = nodes < 63 ? nodes : 63;
+  if (num_nodes < 1 || num_nodes > limit)
+    refuse(text("path_tree: num_nodes must be 1 to ", limit, " (at most 63, and the nodes of a lattice of ",
+                p.lattice.slots, " slots with ", p.lattice.top_k, " candidates), got ", num_nodes));
+  anchors.int64().shape({batch}, "[B]").contiguous();
+  tokens.int64().shape({batch, slots}, "[B, N+1]").contiguous();
+  parents.int32().shape({batch, slots}, "[B, N+1]").contiguous();
+  depths.int32().shape({batch, slots}, "[B, N+1]").contiguous();
+  visibility.int64().shape({batch, slots}, "[B, N+1]").contiguous();
+  log_probs.float32().shape({batch, slots}, "[B, N+1]").contiguous();
+  if (tokens.empty()) return;
+  p.num_nodes = int(num_nodes), p.anchors = data_of<int64_t>(anchors), p.tokens = data_of<int64_t>(tokens);
+  p.parents = data_of<int32_t>(parents), p.depths = data_of<int32_t>(depths);
+  p.visibility = data_of<int64_t>(visibility), p.log_probs = data_of<float>(log_probs);
+  py::gil_scoped_release nogil;
+  backend::path_tree(p, stream_of(stream, device));
+}
+
+void path_viterbi(Capsule candidates_, Capsule scores_, MaybeCapsule log_normalizers_, Capsule tokens_,
+                  Capsule log_probs_, uintptr_t stream, int device) {
+  const char* op = "path_viterbi";
+  TensorView candidates(op, "candidates", candidates_), scores(op, "scores", scores_), tokens(op, "tokens", tokens_),
+      log_probs(op, "log_probs", log_probs_);
+  PathViterbiParams p{};
+  p.lattice = lattice_of(op, candidates, scores, log_normalizers_);
+  tokens.int64().shape({p.lattice.batch, p.lattice.slots}, "[B, S-1]").contiguous();
+  log_probs.float32().shape({p.lattice.batch}, "[B]").contiguous();
+  if (log_probs.empty()) return;
+  p.tokens = data_of<int64_t>(tokens), p.log_probs = data_of<float>(log_probs);
+  py::gil_scoped_release nogil;
+  backend::path_viterbi(p, stream_of(stream, device));
+}
+
 void reject_sample(Capsule logits_, Capsule tokens_, MaybeCapsule parents_, MaybeCapsule draft_ids_,
                    MaybeCapsule draft_probs_, Capsule temperature_, Capsule top_k_, Capsule top_p_, Capsule min_p_,
                    Capsule seeds_, Capsule starts_, int64_t vocab_size, Capsule index_, Capsule num_accepted_,
@@ -263,6 +331,8 @@ PYBIND11_MODULE(PYDFLASH_MODULE, m) {
   m.def("cache_append", &cache_append);
   m.def("block_conv", &block_conv);
   m.def("path_select", &path_select);
+  m.def("path_tree", &path_tree);
+  m.def("path_viterbi", &path_viterbi);
   m.def("reject_sample", &reject_sample);
   m.def("description", &backend::description);
   m.def("select_level", [](const std::string& name) {

@@ -81,6 +81,39 @@ struct PathSelectParams {
   float* scores;  // [batch, slots, top_k, top_k], or [batch, slots, top_k] without a selector
 };
 
+// A lattice of edge scores as path_select returns it. An edge's log-probability is (score - shift) - log_total.
+// With log_normalizers (independent slots only) shift is the slot's and log_total 0. Without, shift is the largest
+// score of the edge's row and log_total the logarithm of the row's sum of exp(score - shift): differences in float,
+// exponentials and their sum in double, rounded to float once. NaN counts as -inf, in scores and in any sum.
+struct Lattice {
+  int batch, slots, rows, top_k;  // rows per slot: top_k previous candidates (row 0 at the first slot), or 1 for all
+  const int64_t* candidates;      // [batch, slots, top_k]
+  const float* scores;            // [batch, slots, rows, top_k]
+  const float* log_normalizers;   // [batch, slots] or null
+};
+
+// The num_nodes nodes of the lattice taken best first: of all children of taken nodes the one of the highest
+// cumulative log-probability, ties to the shallower, then to the earlier parent, then to the lower token id.
+// Cumulative is parent + edge in float. Slot 0 is the anchor, the others stand in the order of taking.
+struct PathTreeParams {
+  Lattice lattice;
+  int num_nodes;           // at most 63 and the nodes of the lattice
+  const int64_t* anchors;  // [batch]
+  int64_t* tokens;         // [batch, num_nodes + 1], as all that follow
+  int32_t* parents;        // -1 for the anchor
+  int32_t* depths;
+  int64_t* visibility;  // bit i: slot i is this slot or an ancestor
+  float* log_probs;     // 0 for the anchor
+};
+
+// The path through all slots of the highest cumulative log-probability, summed from the last slot to the first.
+// Ties go to the lower token id, slot by slot from the first.
+struct PathViterbiParams {
+  Lattice lattice;
+  int64_t* tokens;   // [batch, slots]
+  float* log_probs;  // [batch]
+};
+
 // Acceptance and the next token. Row i of target_logits is the target's law after slot i; tokens[i] is the draft
 // in slot i (slot 0 the anchor, negative = no draft), parents[i] < i the slot it continues (null = a chain).
 // The law of a row is filtered in this order: temperature, top_k, top_p, min_p (ties: lower id first).
@@ -112,6 +145,8 @@ struct RejectSampleParams {
   apply(cache_append, CacheAppendParams)         \
   apply(block_conv, BlockConvParams)             \
   apply(path_select, PathSelectParams)           \
+  apply(path_tree, PathTreeParams)               \
+  apply(path_viterbi, PathViterbiParams)         \
   apply(reject_sample, RejectSampleParams)
 
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);

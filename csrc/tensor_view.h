@@ -82,6 +82,7 @@ class TensorView {
   }
 
   void* data() const { return data_; }
+  int rank() const { return int(shape_.size()); }
   int64_t dim(int i) const { return shape_[i]; }
   int64_t stride(int i) const { return strides_[i]; }
   int element_size() const { return bits_ / 8; }

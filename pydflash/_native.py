@@ -23,6 +23,9 @@ _SCHEMAS = (
     "path_select(Tensor logits, Tensor? hidden, Tensor? predecessor, Tensor? successor, Tensor anchors,"
     " Tensor? temperature, Tensor seeds, Tensor starts, int top_k, int vocab_size)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    "path_tree(Tensor anchors, Tensor candidates, Tensor scores, int num_nodes, Tensor? log_normalizers)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "path_viterbi(Tensor candidates, Tensor scores, Tensor? log_normalizers) -> (Tensor, Tensor)",
     "reject_sample(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor? draft_ids, Tensor? draft_probs,"
     " Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor starts, int vocab_size)"
     " -> (Tensor, Tensor, Tensor)",
@@ -173,6 +176,66 @@ def path_select(
     return tokens, candidates, probs, scores
 
 
+def _lattice(op: str, candidates: Tensor, scores: Tensor, log_normalizers: Tensor | None) -> list[object]:
+    """Capsules of a lattice; the kernels read its scores as float32."""
+    if scores.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{op}: scores must be float32, bfloat16 or float16, got {scores.dtype}")
+    return [
+        _capsule(_int64(candidates, f"{op}: candidates")),
+        _capsule(_float32(scores)),
+        _capsule(None if log_normalizers is None else _float32(log_normalizers)),
+    ]
+
+
+def _tree_outputs(anchors: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    kinds = (torch.int64, torch.int32, torch.int32, torch.int64, torch.float32)
+    tokens, parents, depths, visibility, log_probs = (
+        anchors.new_empty(anchors.shape[0], num_nodes + 1, dtype=kind) for kind in kinds
+    )
+    return tokens, parents, depths, visibility, log_probs
+
+
+def path_tree(
+    anchors: Tensor, candidates: Tensor, scores: Tensor, num_nodes: int, log_normalizers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    module, stream, device = _module("path_tree", anchors, candidates, scores, log_normalizers)
+    if anchors.dim() != 1:
+        raise ValueError(f"path_tree: anchors must be of shape [B], got {list(anchors.shape)}")
+    if not 1 <= num_nodes <= 63:
+        raise ValueError(f"path_tree: num_nodes must be 1 to 63, got {num_nodes}")
+    outputs = _tree_outputs(anchors, num_nodes)
+    ids, edges, normalizers = _lattice("path_tree", candidates, scores, log_normalizers)
+    module.path_tree(
+        _capsule(_int64(anchors, "path_tree: anchors")),
+        ids,
+        edges,
+        num_nodes,
+        normalizers,
+        *[_capsule(t) for t in outputs],
+        stream,
+        device,
+    )
+    return outputs
+
+
+def _viterbi_outputs(candidates: Tensor) -> tuple[Tensor, Tensor]:
+    batch, slots = candidates.shape[:2]
+    return (
+        candidates.new_empty(batch, slots, dtype=torch.int64),
+        candidates.new_empty(batch, dtype=torch.float32),
+    )
+
+
+def path_viterbi(candidates: Tensor, scores: Tensor, log_normalizers: Tensor | None) -> tuple[Tensor, Tensor]:
+    module, stream, device = _module("path_viterbi", candidates, scores, log_normalizers)
+    if candidates.dim() != 3:
+        raise ValueError(f"path_viterbi: candidates must be of shape [B, S-1, K], got {list(candidates.shape)}")
+    outputs = _viterbi_outputs(candidates)
+    lattice = _lattice("path_viterbi", candidates, scores, log_normalizers)
+    module.path_viterbi(*lattice, *[_capsule(t) for t in outputs], stream, device)
+    return outputs
+
+
 def _reject_outputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch = tokens.shape[0]
     return (
@@ -224,6 +287,8 @@ for _name, _impl in (
     ("cache_append", cache_append),
     ("block_conv", block_conv),
     ("path_select", path_select),
+    ("path_tree", path_tree),
+    ("path_viterbi", path_viterbi),
     ("reject_sample", reject_sample),
 ):
     for _key in ("CPU", "CUDA", "XPU"):
@@ -239,4 +304,10 @@ torch.library.register_fake(
     ),
     lib=_library,
 )
+torch.library.register_fake(
+    "pydflash::path_tree",
+    lambda anchors, candidates, scores, num_nodes, log_normalizers: _tree_outputs(anchors, num_nodes),
+    lib=_library,
+)
+torch.library.register_fake("pydflash::path_viterbi", lambda candidates, *_: _viterbi_outputs(candidates), lib=_library)
 torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=_library)

@@ -18,7 +18,7 @@ from . import _native
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
     """In inference mode calls skip the dispatcher, which takes as long as a small kernel; tracing goes through it."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    eager = torch.is_inference_mode_enabled() and type(arguments[0]) is Tensor and not traced
+    eager = not traced and torch.is_inference_mode_enabled() and type(arguments[0]) is Tensor
     return impl(*arguments) if eager else op(*arguments)
 
 
@@ -176,6 +176,66 @@ def _per_row(value: Tensor | Sequence[float] | float, batch: int, dtype: torch.d
             :batch
         ]
     return torch.tensor(value, dtype=dtype, device=device).expand(batch)
+
+
+def path_tree(
+    anchors: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    num_nodes: int,
+    log_normalizers: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The most likely nodes of the lattice of `path_select`, as a tree to verify in one forward.
+
+    A node is a candidate behind a path of candidates from the anchor. Its log-probability is its parent's plus its
+    edge's, in float32. Nodes are taken best first, always the best child of the nodes taken so far; ties go to the
+    shallower node, then to the earlier parent slot, then to the lower token id. With scores [B, S-1, K, K] an edge's
+    log-probability is the log-softmax over the K candidates behind the same previous candidate. With independent
+    slots, [B, S-1, K], it is `score - log_normalizer` of the slot, or the log-softmax over the slot's K candidates.
+    Sums of exponentials are taken in float64 and rounded once. NaN scores count as -inf; such nodes come last.
+
+    Args:
+        anchors: [B] token ids.
+        candidates: [B, S-1, K] token ids, distinct within a slot, K in 1..1024.
+        scores: [B, S-1, K, K] (previous candidate, candidate), of which the first slot reads previous candidate 0, or
+            [B, S-1, K]; float32, bfloat16 or float16.
+        num_nodes: N, at most 63 and the number of nodes of the lattice, K + K**2 + ... + K**(S-1).
+        log_normalizers: [B, S-1] logsumexp of each slot over the whole vocabulary; only with scores [B, S-1, K].
+
+    Returns: (all [B, N+1], slot 0 the anchor, the nodes in the order of taking)
+        tokens int64; parents int32, the slot each continues, -1 for the anchor; depths int32; visibility int64, bit i
+        set where slot i is the slot itself or an ancestor; log_probs float32, 0 for the anchor.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit, or a lattice of fewer than N nodes.
+
+    Source: DDTree (Ringel and Romano, arXiv 2604.12989) for the tree over independent slots.
+    """
+    return _run(
+        _native.path_tree,
+        torch.ops.pydflash.path_tree,
+        anchors,
+        candidates,
+        scores,
+        num_nodes,
+        log_normalizers,
+    )
+
+
+def path_viterbi(candidates: Tensor, scores: Tensor, log_normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The most likely path through all slots of the lattice of `path_select`.
+
+    Edges have the log-probabilities of `path_tree`; a path's is their sum in float32, from the last slot to the
+    first. Ties go to the lower token id, slot by slot from the first. With independent slots it is the best
+    candidate of every slot.
+
+    Args:
+        candidates, scores, log_normalizers: as in `path_tree`.
+
+    Returns: tokens [B, S-1] int64; log_probs [B] float32.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    return _run(_native.path_viterbi, torch.ops.pydflash.path_viterbi, candidates, scores, log_normalizers)
 
 
 def reject_sample(

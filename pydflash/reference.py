@@ -6,6 +6,9 @@ inputs are float64. p is the target's distribution and q the drafter's, everywhe
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -169,6 +172,90 @@ def path_select(
     if heat is not None:
         stacked = torch.stack(probs, 1) if probs else unary.new_zeros(batch, 0, top_k)
     return walked, candidates, stacked, scores
+
+
+def _edges(scores: Tensor, log_normalizers: Tensor | None) -> Tensor:
+    """Log-probabilities of a lattice's edges, [B, S-1, K, K], or [B, S-1, 1, K] for independent slots."""
+    x = _wide(scores).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    x = x if x.dim() == 4 else x[:, :, None]
+    shift = x.amax(-1, keepdim=True) if log_normalizers is None else log_normalizers[..., None, None].to(x)
+    distance = torch.where(x == shift, 0.0, x - shift)
+    if log_normalizers is None:
+        total = distance.double().exp().masked_fill(x == -torch.inf, 0).sum(-1, keepdim=True)
+        distance = distance - total.log().to(x)
+    return distance.masked_fill((x == -torch.inf) | distance.isnan(), -torch.inf)
+
+
+def path_tree(
+    anchors: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    num_nodes: int,
+    log_normalizers: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The best-first tree of a lattice; see `pydflash.ops.path_tree`."""
+    slots, top_k = candidates.shape[1:]
+    limit = min(63, sum(top_k**depth for depth in range(1, slots + 1)))
+    if not 1 <= num_nodes <= limit:
+        raise ValueError(
+            f"path_tree: num_nodes must be 1 to {limit} (at most 63, and the nodes of a lattice of {slots} slots"
+            f" with {top_k} candidates), got {num_nodes}"
+        )
+    edges = _edges(scores, log_normalizers).cpu()
+    rows = list(zip(anchors.tolist(), candidates.tolist(), edges, strict=True))
+    grown = [_grow(anchor, ids, edge, num_nodes) for anchor, ids, edge in rows]
+    kinds = (torch.int64, torch.int32, torch.int32, torch.int64, edges.dtype)
+    tokens, parents, depths, visibility, log_probs = (
+        torch.tensor([tree[i] for tree in grown], dtype=kind, device=scores.device).view(-1, num_nodes + 1)
+        for i, kind in enumerate(kinds)
+    )
+    return tokens, parents, depths, visibility, log_probs
+
+
+def _grow(anchor: int, candidates: list[list[int]], edges: Tensor, num_nodes: int) -> tuple[Sequence[float], ...]:
+    """Tokens, parents, depths, visibility and log-probabilities of one row's tree, as lists."""
+    tokens, parents, depths, visibility, log_probs = [anchor], [-1], [0], [1], [0.0]
+    frontier: list[tuple[float, int, int, int, int]] = []  # in the order of taking; the last is the candidate's index
+    index = 0  # the anchor reads row 0 of the first slot
+    for slot in range(num_nodes):
+        depth = depths[slot]
+        if depth < len(candidates):
+            row = edges[depth, index if edges.shape[1] > 1 else 0]
+            values = (row + log_probs[slot]).nan_to_num(-torch.inf, torch.inf, -torch.inf).tolist()
+            for c, (value, token) in enumerate(zip(values, candidates[depth], strict=True)):
+                heapq.heappush(frontier, (-value, depth + 1, slot, token, c))
+        value, depth, parent, token, index = heapq.heappop(frontier)
+        tokens.append(token)
+        parents.append(parent)
+        depths.append(depth)
+        bits = visibility[parent] | 1 << slot + 1
+        visibility.append(bits - 2**64 if bits >= 2**63 else bits)
+        log_probs.append(-value)
+    return tokens, parents, depths, visibility, log_probs
+
+
+def path_viterbi(candidates: Tensor, scores: Tensor, log_normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The best path through a lattice; see `pydflash.ops.path_viterbi`."""
+    edges = _edges(scores, log_normalizers)
+    batch, slots, rows, _ = edges.shape
+    tail = edges.new_zeros(batch, rows)  # the best log-probability of what follows each candidate
+    choices: list[Tensor] = []
+    for slot in reversed(range(slots)):
+        here = edges[:, slot]
+        values = (here + tail[:, None] if scores.dim() == 4 else here).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        order = candidates[:, slot].sort(dim=-1, stable=True).indices
+        by_id = order[:, None].expand(-1, rows, -1)  # argmax takes the first of equals
+        choice = by_id.gather(-1, values.gather(-1, by_id).argmax(-1, keepdim=True))
+        best = values.gather(-1, choice).squeeze(-1)
+        tail = best if scores.dim() == 4 else (tail + best).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        choices.insert(0, choice.squeeze(-1))
+    every = torch.arange(batch, device=scores.device)
+    index = torch.zeros_like(every)
+    tokens = candidates.new_zeros(batch, slots, dtype=torch.int64)
+    for slot, choice in enumerate(choices):
+        index = choice[every, index if rows > 1 else torch.zeros_like(index)]
+        tokens[:, slot] = candidates[every, slot, index]
+    return tokens, tail[:, 0]
 
 
 def _row(value: Tensor | float, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:

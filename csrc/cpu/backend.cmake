@@ -1,6 +1,6 @@
 # Every kernel file is compiled once per instruction-set level, each in its own namespace; dispatch.cpp picks
 # the widest level of the running machine. So one wheel serves all machines, without -march=native.
-set(cpu_kernels block_attention cache_append block_conv path_select reject_sample)
+set(cpu_kernels block_attention cache_append block_conv path_select path_tree path_viterbi reject_sample)
 set(cpu_levels base)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND cpu_levels avx2 avx512 avx512_bf16 amx)

@@ -1,0 +1,88 @@
+#include "cpu/lattice.h"
+#include "cpu/scratch.h"
+
+namespace pydflash::cpu::PYDFLASH_LEVEL {
+namespace {
+
+constexpr int kMaxNodes = 63;
+
+// The tree of one batch row. Of every taken node's children only the best untaken one competes, so a step looks at
+// one value a node and then fills two: the parent's next child and the new node's first.
+class Tree {
+ public:
+  // `children`: [num_nodes, top_k]; `known`: [slots, rows].
+  Tree(const PathTreeParams& p, int64_t b, float* children, Normalizer* known)
+      : p_(p), b_(b), at_(b * (p.num_nodes + 1)), children_(children), known_(known) {
+    for (int64_t i = 0; i < int64_t(p.lattice.slots) * p.lattice.rows; ++i) known_[i].log_total = NAN;
+  }
+
+  void grow() {
+    p_.tokens[at_] = p_.anchors[b_], p_.parents[at_] = -1, p_.depths[at_] = 0;
+    p_.visibility[at_] = 1, p_.log_probs[at_] = 0.0f;
+    for (int slot = 1; slot <= p_.num_nodes; ++slot) {
+      expand(slot - 1);
+      // Ties go to the shallower node, so to the shallower parent, and among those to the first.
+      take(best_of(value_, p_.depths + at_, slot), slot);
+    }
+  }
+
+ private:
+  // The cumulative log-probabilities of the children of a node; their NaNs are the children taken.
+  void expand(int node) {
+    const Lattice& lattice = p_.lattice;
+    const int depth = p_.depths[at_ + node];
+    value_[node] = NAN;
+    if (depth == lattice.slots) return;
+    const int row = depth == 0 || lattice.rows == 1 ? 0 : candidate_[node];
+    Normalizer& of = known_[depth * lattice.rows + row];
+    if (of.log_total != of.log_total) of = normalizer_of(lattice, b_, depth, row);
+    const float* scores = scores_of(lattice, b_, depth, row);
+    float* values = children_ + int64_t(node) * lattice.top_k;
+    for (int c = 0; c < lattice.top_k; ++c) values[c] = no_nan(p_.log_probs[at_ + node] + edge_of(scores[c], of));
+    advance(node);
+  }
+
+  void advance(int node) {
+    const float* values = children_ + int64_t(node) * p_.lattice.top_k;
+    const int best = best_of(values, candidates_of(p_.lattice, b_, p_.depths[at_ + node]), p_.lattice.top_k);
+    first_untaken_[node] = best;
+    value_[node] = best < 0 ? NAN : values[best];
+  }
+
+  void take(int parent, int slot) {
+    const int depth = p_.depths[at_ + parent], c = first_untaken_[parent];
+    candidate_[slot] = c;
+    p_.tokens[at_ + slot] = candidates_of(p_.lattice, b_, depth)[c];
+    p_.parents[at_ + slot] = parent;
+    p_.depths[at_ + slot] = depth + 1;
+    p_.visibility[at_ + slot] = int64_t(uint64_t(p_.visibility[at_ + parent]) | uint64_t(1) << slot);
+    p_.log_probs[at_ + slot] = value_[parent];
+    children_[int64_t(parent) * p_.lattice.top_k + c] = NAN;
+    advance(parent);
+  }
+
+  const PathTreeParams& p_;
+  const int64_t b_, at_;  // the batch row, and its first slot in the outputs
+  float* const children_;
+  Normalizer* const known_;           // of every row of scores, NaN until it is needed
+  int candidate_[kMaxNodes + 1];      // which candidate of its slot a node is
+  int first_untaken_[kMaxNodes + 1];  // candidate index of the best untaken child
+  float value_[kMaxNodes + 1];        // its cumulative log-probability, NaN where there is none
+};
+
+}  // namespace
+
+void path_tree(const PathTreeParams& p, Stream) {
+  const int64_t children = int64_t(p.num_nodes) * p.lattice.top_k;
+  const int64_t known = int64_t(p.lattice.slots) * p.lattice.rows;
+  const bool parallel = p.lattice.batch > 1 && p.lattice.batch * children >= 1 << 13;
+  const Scratch scratch(4 * children + int64_t(sizeof(Normalizer)) * known + 128, parallel);
+#pragma omp parallel for schedule(dynamic) if (parallel)
+  for (int64_t b = 0; b < p.lattice.batch; ++b) {
+    char* part = scratch.mine();
+    float* values = carve<float>(part, children);
+    Tree(p, b, values, carve<Normalizer>(part, known)).grow();
+  }
+}
+
+}  // namespace pydflash::cpu::PYDFLASH_LEVEL
