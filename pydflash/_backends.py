@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 NAMES = ("cpu", "cuda", "sycl")
 
@@ -82,3 +83,36 @@ def require(names: str | None = None) -> None:
     for name in filter(None, (part.strip() for part in wanted.split(","))):
         if not (backend := load(name)).usable:
             raise RuntimeError(f"pydflash: backend {name!r} is required but not usable: {backend.reason}")
+
+
+def choose(backend: str, device_type: str) -> str:
+    """What runs the ops of a Speculator, for people: "auto" and "native" ask for the compiled ops of the device.
+
+    Raises: RuntimeError where there are none, with the reason; ValueError for another name.
+    """
+    if backend == "reference":
+        return "reference (plain torch)"
+    if backend not in ("auto", "native"):
+        raise ValueError(f"Speculator: backend must be 'auto', 'native' or 'reference', got {backend!r}")
+    loaded = load({"xpu": "sycl"}.get(device_type, device_type))
+    if loaded.module is None:
+        raise RuntimeError(
+            f"Speculator: there are no native ops for {device_type} ({loaded.reason}); "
+            "backend='reference' runs in plain torch"
+        )
+    return f"{loaded.name} ({loaded.module.description()})"
+
+
+def check_native(config: Any, block_size: int) -> None:
+    """Refuse at construction what the compiled ops would refuse in the first round."""
+    limits = (
+        ("head_dim", config.head_dim, config.head_dim % 8 == 0 and config.head_dim <= 256, "a multiple of 8 up to 256"),
+        ("block_size", block_size, block_size <= 64, "at most 64"),
+        ("conv_kernel_size", config.conv_kernel_size, config.conv_kernel_size <= 8, "at most 8"),
+    )
+    for name, got, fits, expected in limits:
+        if not fits:
+            raise ValueError(
+                f"Speculator: the drafter's {name} must be {expected} for the native ops, got {got}; "
+                "backend='reference' takes it"
+            )

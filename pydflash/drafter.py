@@ -44,12 +44,14 @@ class Proposal(NamedTuple):
         candidates: [B, S-1, K] target ids per slot, best first.
         probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
         scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] without a selector.
+        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits, without a selector and where asked for.
     """
 
     tokens: Tensor
     candidates: Tensor
     probs: Tensor | None
     scores: Tensor
+    log_normalizers: Tensor | None = None
 
 
 class Drafter(nn.Module):
@@ -350,6 +352,7 @@ class Drafter(nn.Module):
         block_size: int | None = None,
         temperature: Tensor | float | None = None,
         seeds: Tensor | Sequence[int] | int = 0,
+        normalizers: bool = False,
     ) -> Proposal:
         """Draft one block after each anchor, in one forward pass.
 
@@ -361,6 +364,7 @@ class Drafter(nn.Module):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws.
+            normalizers: Also fill `log_normalizers`, which the probabilities of independent slots need.
 
         Returns: a `Proposal`.
 
@@ -376,8 +380,9 @@ class Drafter(nn.Module):
         projected = None if selector is None else selector.hidden_projection(hidden)
         if isinstance(seeds, Sequence):
             seeds = torch.tensor(list(seeds), device=anchors.device)
+        logits = self.logits(hidden, head)
         tokens, candidates, probs, scores = self.ops.path_select(
-            self.logits(hidden, head),
+            logits,
             projected,
             None if selector is None else selector.predecessor_codebook,
             None if selector is None else selector.successor_codebook,
@@ -390,7 +395,8 @@ class Drafter(nn.Module):
         )
         if self.d2t is not None:
             tokens, candidates = tokens + self.d2t[tokens], candidates + self.d2t[candidates]
-        return Proposal(tokens, candidates, probs, scores)
+        known = normalizers and selector is None
+        return Proposal(tokens, candidates, probs, scores, logits.float().logsumexp(-1) if known else None)
 
 
 def _stacked(linears: list[nn.Linear], first: int) -> tuple[Tensor, Tensor | None]:

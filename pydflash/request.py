@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,15 +63,20 @@ class Request:
     context: Any = None
     features: Tensor | None = None
 
-    def process(self, logits: Tensor, block: Tensor) -> Tensor:
-        """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position."""
+    def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
+        """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position.
+
+        parents: [1, S] of a tree, whose rows see their own path only; None for a chain.
+        """
         if not self.processors:
             return logits
         known = torch.tensor([self.ids[:-1]], device=logits.device, dtype=torch.long)
-        rows = []
-        for slot in range(block.shape[1]):
+        follows = range(-1, block.shape[1] - 1) if parents is None else parents[0].tolist()
+        rows, texts = [], [known]  # texts[i + 1]: what slot i ends, itself included
+        for slot, parent in enumerate(follows):
             scores = logits[:, slot].float()
-            before = torch.cat([known, block[:, : slot + 1]], 1)
+            before = torch.cat([texts[parent + 1], block[:, slot : slot + 1]], 1)
+            texts.append(before)
             for processor in self.processors:
                 scores = processor(before, scores)
                 if not isinstance(scores, Tensor) or scores.shape != logits[:, slot].shape:
@@ -80,6 +85,22 @@ class Request:
                 scores = scores.float()
             rows.append(scores)
         return torch.stack(rows, 1)
+
+
+class Round(NamedTuple):
+    """What one round verified and brought.
+
+    Attributes:
+        block: Verified tokens, the anchor first.
+        parents: Slot that each follows, where the block is a tree.
+        deepest: Drafts on its longest path.
+        tokens: New tokens, 1 to `deepest` + 1.
+    """
+
+    block: list[int]
+    parents: list[int] | None
+    deepest: int
+    tokens: list[int]
 
 
 class Stream:
@@ -93,7 +114,7 @@ class Stream:
         self,
         request: Request,
         prefill: Callable[[Request], list[int]],
-        round_: Callable[[Request], tuple[list[int], list[int]]],
+        round_: Callable[[Request], Round],
     ) -> None:
         self._request = request
         self._chunks = _chunks(request, prefill, round_)
@@ -113,7 +134,7 @@ class Stream:
 def _chunks(
     request: Request,
     prefill: Callable[[Request], list[int]],
-    round_: Callable[[Request], tuple[list[int], list[int]]],
+    round_: Callable[[Request], Round],
 ) -> Iterator[Chunk]:
     output, stats = request.output, request.stats
     if output.finish_reason is not None:
@@ -128,13 +149,14 @@ def _chunks(
     while output.finish_reason is None:
         begin = time.perf_counter()
         with torch.inference_mode():
-            block, tokens = round_(request)
-        taken, text = output.extend(tokens)
+            found = round_(request)
+        taken, text = output.extend(found.tokens)
         request.ids += taken
         # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
-        stats.num_drafted.append((len(block) if len(taken) == len(tokens) else len(taken)) - 1)
+        stats.num_drafted.append(found.deepest if len(taken) == len(found.tokens) else len(taken) - 1)
         stats.num_accepted.append(len(taken) - 1)
+        stats.num_verified.append(len(found.block) - 1)
         if stats.proposals is not None:
-            stats.proposals.append(block)
+            stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
         stats.decode_seconds += time.perf_counter() - begin
         yield Chunk(taken, text)

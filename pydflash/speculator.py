@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _backends, ops, reference
-from .drafter import Drafter, Proposal
-from .request import LogitsProcessor, Request, Stream
+from .drafter import DEFAULT_CANDIDATES, Drafter, Proposal
+from .paths import PATHS, Block, Paths
+from .request import LogitsProcessor, Request, Round, Stream
 from .sampling import SamplingParams, row_seeds
 from .stats import Stats
 from .target import Target, TargetOutput
@@ -50,10 +53,12 @@ class Speculator:
         drafter: A `Drafter`, anything with its three methods, or None.
         tokenizer: Needed for text in and text out; token ids work without.
         block_size: Slots per block, anchor included, at most the trained size (the default).
-        path: How drafts are chosen from the lattice: "walk".
+        path: How drafts are chosen from the lattice: "walk", "viterbi" (its most probable path), or "tree" (its
+            most probable nodes, verified in one forward; for targets with attention only).
+        num_nodes: Drafts in a tree, 1 to 63, or "auto" (the default) to choose by what verifying them takes.
         draft_sampling: At temperature > 0, whether drafts are sampled and accepted with the drafter's law q, or
-            are the best ones and accepted where the target draws the same token. Default: sampled for DFlash 2,
-            whose walk is coherent; not for DFlash, whose slots know nothing of each other.
+            are the best ones and accepted where the target draws the same token. Default: sampled for the walk of
+            DFlash 2, which is coherent; not for DFlash, whose slots know nothing of each other.
         backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
 
     A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
@@ -69,13 +74,13 @@ class Speculator:
         *,
         block_size: int | None = None,
         path: str = "walk",
-        num_nodes: int | None = None,
+        num_nodes: int | str | None = None,
         draft_sampling: bool | None = None,
         backend: str = "auto",
         quantize: str | None = None,
         optimize: str | None = None,
     ) -> None:
-        _refuse_unknown(path=path, num_nodes=num_nodes, quantize=quantize, optimize=optimize)
+        _refuse_unknown(quantize=quantize, optimize=optimize)
         if drafter is not None and not all(hasattr(drafter, name) for name in ("config", "new_cache", "propose")):
             raise ValueError(
                 f"Speculator: drafter must be a Drafter or None, got {drafter!r}; a folder or hub id loads "
@@ -89,7 +94,7 @@ class Speculator:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self._backend = "reference" if backend == "reference" else "native"
         self._defaults()  # refuses what a generation config asks for in vain
-        backend_name = _usable_backend(backend, target.device)
+        backend_name = _backends.choose(backend, target.device.type)
         if self._backend == "native" and target.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"Speculator: the target must be float32, bfloat16 or float16 for the native ops, got {target.dtype}; "
@@ -99,6 +104,9 @@ class Speculator:
         self.block_size = 1
         self.draft_sampling = False
         if drafter is None:
+            if path in PATHS[1:]:
+                raise ValueError(f"Speculator: path must be 'walk' where drafter is None, got {path!r}")
+            self._paths = Paths(path, num_nodes, 0, 1)
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
@@ -107,7 +115,7 @@ class Speculator:
                 f"Speculator: block_size must be 1 to {config.block_size} (as the drafter was trained), "
                 f"got {block_size!r}"
             )
-        self.draft_sampling = config.version == 2 if draft_sampling is None else draft_sampling
+        self._paths = self._choose_paths(path, num_nodes, draft_sampling)
         if isinstance(drafter, Drafter):
             drafter.check_target(
                 hidden_size=target.hidden_size,
@@ -118,7 +126,7 @@ class Speculator:
             if drafter.device != target.device:
                 raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
             if self._backend == "native":
-                _check_native(config, self.block_size)
+                _backends.check_native(config, self.block_size)
             if drafter.backend != self._backend:
                 self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
                 self.drafter.backend = self._backend
@@ -147,6 +155,38 @@ class Speculator:
         if loaded is not None:
             loaded = loaded.to(device=model.device, dtype=model.dtype)
         return cls(model, loaded, load_tokenizer(target), **options)
+
+    def _choose_paths(self, path: str, num_nodes: int | str | None, draft_sampling: bool | None) -> Paths:
+        config = self.drafter.config if self.drafter is not None else None
+        candidates = min(config.selector_top_k or DEFAULT_CANDIDATES, config.draft_vocab_size) if config else 1
+        paths = Paths(path, num_nodes, self.block_size - 1, candidates)
+        if path != "walk" and draft_sampling:
+            raise ValueError(f"Speculator: draft_sampling must be off where path is {path!r}, got {draft_sampling!r}")
+        if path == "tree":
+            self.target.check_trees()
+            if paths.auto:
+                paths.measure(self.target, self._draft_seconds())
+        walks = path == "walk" and config is not None and config.version == 2
+        self.draft_sampling = walks if draft_sampling is None else draft_sampling
+        return paths
+
+    def _draft_seconds(self) -> float:
+        """What a proposal takes; the median of three after one to warm up."""
+        assert self.drafter is not None
+        times = []
+        for _ in range(4):
+            cache = self.drafter.new_cache(1, 64 + self.block_size)
+            config, target = self.drafter.config, self.target
+            width = len(config.target_layer_ids) * target.hidden_size
+            features = torch.zeros(1, 4, width, dtype=target.dtype, device=target.device)
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                self.drafter.append_context(features, cache)
+                anchors = torch.ones(1, dtype=torch.long, device=target.device)
+                tables = {"embed": target.embed_weight, "head": target.head}
+                int(self.drafter.propose(anchors, cache, **tables, block_size=self.block_size).tokens.sum())
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
 
     def _defaults(self) -> GenerationDefaults:
         """What the target's generation config asks for now; users change it between requests."""
@@ -300,34 +340,36 @@ class Speculator:
     def _prefill(self, request: Request) -> list[int]:
         """Run the prompt through the target and take the first token from its last row."""
         target, length = self.target, len(request.ids)
-        capacity = length + request.output.limit + self.block_size
+        capacity = length + request.output.limit + self._paths.rows
         request.target_cache = target.new_cache(1, capacity)
         prompt = torch.tensor([request.ids], device=target.device)
         out = target.prefill(prompt, request.target_cache)
-        _, _, bonus = self._accept(request, out, prompt[:, -1:], None)
+        _, _, bonus = self._accept(request, out, Block(prompt[:, -1:], None, 0), None)
         request.starts += 1
         if self.block_size > 1 and self.drafter is not None:
-            request.context = self.drafter.new_cache(1, capacity)
+            request.context = self.drafter.new_cache(1, length + request.output.limit + self.block_size)
             request.features = out.features
         return [int(bonus)]
 
-    def _round(self, request: Request) -> tuple[list[int], list[int]]:
-        """Propose, verify, accept, commit: the block that was verified, and its 1 to block_size new tokens."""
+    def _round(self, request: Request) -> Round:
+        """Propose, verify, accept, commit."""
         target = self.target
         anchors = torch.tensor([request.ids[-1]], device=target.device)
-        block, proposal = anchors[:, None], None
+        block, proposal = Block(anchors[:, None], None, 0), None
         slots = self._useful_slots(request)
         if request.context is not None and slots > 1:
             proposal = self._propose(request, anchors)
-            block = torch.cat([block, proposal.tokens[:, : slots - 1]], 1)
-        out = target.verify(block, request.target_cache)
+            block = self._paths.block(self.ops, anchors, proposal, slots - 1)
+        out = target.verify(block.tokens, request.target_cache, block.tree)
         index, num_accepted, bonus = self._accept(request, out, block, proposal)
         target.commit(request.target_cache, index, num_accepted)
-        accepted = int(num_accepted)
-        request.features = None if out.features is None else out.features[:, : accepted + 1]
-        request.starts += accepted + 1
-        tokens = block.tolist()[0]
-        return tokens, [*tokens[1 : accepted + 1], int(bonus)]
+        kept = index[0, : int(num_accepted) + 1].long()
+        if out.features is not None:
+            request.features = out.features[:, kept] if block.tree is not None else out.features[:, : len(kept)]
+        request.starts += len(kept)
+        tokens = [*block.tokens[0, kept[1:]].tolist(), int(bonus)]
+        parents = None if block.tree is None else block.tree.parents[0].tolist()
+        return Round(block.tokens[0].tolist(), parents, block.deepest, tokens)
 
     def _useful_slots(self, request: Request) -> int:
         """A full block, but no position at or beyond the target's context limit."""
@@ -349,20 +391,22 @@ class Speculator:
             block_size=self.block_size,
             temperature=request.params.temperature if sampled else None,
             seeds=request.seeds,
+            **({"normalizers": True} if self._paths.path != "walk" else {}),
         )
 
     def _accept(
-        self, request: Request, out: TargetOutput, block: Tensor, proposal: Proposal | None
+        self, request: Request, out: TargetOutput, block: Block, proposal: Proposal | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q = None
         if proposal is not None and proposal.probs is not None:
-            drafted = block.shape[1] - 1
+            drafted = block.tokens.shape[1] - 1
             q = (proposal.candidates[:, :drafted], proposal.probs[:, :drafted])
         params = request.params
+        parents = None if block.tree is None else block.tree.parents
         return self.ops.reject_sample(
-            request.process(out.logits, block),
-            block,
-            None,
+            request.process(out.logits, block.tokens, parents),
+            block.tokens,
+            parents,
             q,
             params.temperature,
             params.top_k,
@@ -378,40 +422,7 @@ def _tokenizer_stops(tokenizer: Any) -> list[int]:
     return [] if eos is None else [eos]
 
 
-def _check_native(config: Any, block_size: int) -> None:
-    """Refuse at construction what the compiled ops would refuse in the first round."""
-    limits = (
-        ("head_dim", config.head_dim, config.head_dim % 8 == 0 and config.head_dim <= 256, "a multiple of 8 up to 256"),
-        ("block_size", block_size, block_size <= 64, "at most 64"),
-        ("conv_kernel_size", config.conv_kernel_size, config.conv_kernel_size <= 8, "at most 8"),
-    )
-    for name, got, fits, expected in limits:
-        if not fits:
-            raise ValueError(
-                f"Speculator: the drafter's {name} must be {expected} for the native ops, got {got}; "
-                "backend='reference' takes it"
-            )
-
-
-def _usable_backend(backend: str, device: torch.device) -> str:
-    if backend == "reference":
-        return "reference (plain torch)"
-    if backend not in ("auto", "native"):
-        raise ValueError(f"Speculator: backend must be 'auto', 'native' or 'reference', got {backend!r}")
-    loaded = _backends.load({"xpu": "sycl"}.get(device.type, device.type))
-    if loaded.module is None:
-        raise RuntimeError(
-            f"Speculator: there are no native ops for {device} ({loaded.reason}); "
-            "backend='reference' runs in plain torch"
-        )
-    return f"{loaded.name} ({loaded.module.description()})"
-
-
-def _refuse_unknown(
-    path: str = "walk", num_nodes: int | None = None, quantize: str | None = None, optimize: str | None = None
-) -> None:
-    if path != "walk":
-        raise ValueError(f"Speculator: path must be 'walk' in this version, got {path!r}")
-    for name, value in (("num_nodes", num_nodes), ("quantize", quantize), ("optimize", optimize)):
+def _refuse_unknown(quantize: str | None = None, optimize: str | None = None) -> None:
+    for name, value in (("quantize", quantize), ("optimize", optimize)):
         if value is not None:
             raise ValueError(f"Speculator: {name} must be None in this version, got {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -14,21 +15,23 @@ class Stats:
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        num_drafted: Drafts verified in each round.
+        num_drafted: Drafts that could have been kept in each round: the chain's, or those of a tree's longest path.
+        num_verified: Drafts that went through the target in each round: the chain's, or a tree's nodes.
         num_accepted: Drafts kept in each round, the bonus token excluded.
         prefill_seconds: From the start to the first token, drafter's context excluded.
         decode_seconds: From the first token to the last.
         backends: Which implementation ran each part.
-        proposals: The block [anchor, drafts...] of each round, where asked for.
+        proposals: The block [anchor, drafts...] of each round, where asked for; a tree's with its parents, as a pair.
     """
 
     prompt_tokens: int = 0
     num_drafted: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
+    num_verified: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     backends: dict[str, str] = field(default_factory=dict)
-    proposals: list[list[int]] | None = None
+    proposals: list[Any] | None = None
 
     @property
     def rounds(self) -> int:

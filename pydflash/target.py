@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from .target_probe import rollback_fault, tree_fault
+from .tree import Tree, accepted_slots
+
 if TYPE_CHECKING:
     from .target_cache import TargetCache
 
@@ -135,24 +138,25 @@ class Target:
         cache.advance(ids.shape[1])
         return output
 
-    def verify(self, tokens: Tensor, cache: TargetCache) -> TargetOutput:
+    def verify(self, tokens: Tensor, cache: TargetCache, tree: Tree | None = None) -> TargetOutput:
         """Run a block after the committed positions without committing it; `commit` must follow.
 
         tokens: [1, S] integers, the anchor first. Row i predicts the token after slot i.
+        tree: who follows whom, for a target whose `check_trees` passed; None is a chain.
         Returns logits [1, S, V] and features [1, S, F * H].
         """
         from .target_cache import VerifiedBlock
 
-        self._check_tokens("verify", tokens, cache)
+        self._check_tokens("verify", tokens, cache, None if tree is None else int(tree.depths.max()) + 1)
         snapshot = cache.snapshot() if cache.recurrent and tokens.shape[1] > 1 else []
-        output = self._run_block(tokens, cache)
-        cache.block = VerifiedBlock(tokens, snapshot)
+        output = self._run_block(tokens, cache) if tree is None else self._forward(tokens, cache, tree=tree)
+        cache.block = VerifiedBlock(tokens, snapshot, tree is not None)
         return output
 
     def commit(self, cache: TargetCache, index: Tensor, num_accepted: Tensor) -> None:
         """Keep the anchor and the accepted drafts of the verified block, and forget the rest.
 
-        index: [1, S] accepted slots in order, anchor first, padded with -1; only a chain, 0, 1, 2, ..., works here.
+        index: [1, S] accepted slots in order, anchor first, padded with -1; 0, 1, 2, ... where the block is a chain.
         num_accepted: [1] accepted drafts. Neither is read for a block of one slot, so plain decoding never syncs.
         Recurrent layers are put back and the kept tokens run once more.
         """
@@ -165,8 +169,11 @@ class Target:
                 f"commit: index must be [1, {size}] (the block's slots) and num_accepted [1], "
                 f"got {list(index.shape)} and {list(num_accepted.shape)}"
             )
-        kept = 1 if size == 1 else _chain_length(index, num_accepted)
+        slots = [0] if size == 1 else accepted_slots(index, num_accepted, block.is_tree)
+        kept = len(slots)
         cache.block = None
+        if slots != [*range(kept)]:
+            cache.gather(slots)
         if kept < size and cache.recurrent:
             cache.restore(block.snapshot)
             self._run_block(block.tokens[:, :kept], cache, last_only=True, taps=False)
@@ -198,7 +205,7 @@ class Target:
     ) -> None:
         self.close()
 
-    def _run_block(self, tokens: Tensor, cache: TargetCache, **how: bool) -> TargetOutput:
+    def _run_block(self, tokens: Tensor, cache: TargetCache, **how: Any) -> TargetOutput:
         """One forward, or two where the block reaches past the position at which the model changes its RoPE."""
         before = (self._rope_switch or 0) - cache.length
         if not 0 < before < tokens.shape[1]:
@@ -213,10 +220,20 @@ class Target:
         logits = torch.cat([first.logits, second.logits], 1)
         return TargetOutput(logits, torch.cat(features, 1) if features else None)
 
-    def _forward(self, tokens: Tensor, cache: TargetCache, last_only: bool = False, taps: bool = True) -> TargetOutput:
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: TargetCache,
+        last_only: bool = False,
+        taps: bool = True,
+        tree: Tree | None = None,
+    ) -> TargetOutput:
         arguments: dict[str, Any] = {self._cache_name or "cache": cache.model_cache}
-        if self._takes_positions:
-            start = cache.length
+        start = cache.length
+        if tree is not None:
+            arguments["position_ids"] = start + tree.depths.long()
+            arguments["attention_mask"] = self._tree_masks(start, tree)
+        elif self._takes_positions:
             arguments["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device)[None]
         if last_only and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
@@ -248,12 +265,12 @@ class Target:
             for module in training:
                 module.training = True
 
-    def _check_tokens(self, op: str, tokens: Tensor, cache: TargetCache) -> None:
+    def _check_tokens(self, op: str, tokens: Tensor, cache: TargetCache, deep: int | None = None) -> None:
         if self._closed:
             raise ValueError(f"{op}: target must be open, got one after close()")
         if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] == 0 or tokens.is_floating_point():
             raise ValueError(f"{op}: tokens must be [1, S] integers, S >= 1, got {list(tokens.shape)} {tokens.dtype}")
-        end = cache.length + tokens.shape[1]
+        end = cache.length + (tokens.shape[1] if deep is None else deep)
         if self.max_length is not None and end > self.max_length:
             raise ValueError(
                 f"{op}: tokens must end within {self.max_length} positions (the model's max_position_embeddings), "
@@ -338,11 +355,11 @@ class Target:
 
     def _probe(self) -> None:
         """See on a few tokens what the model's own cache, logits and features look like; try a rollback if needed."""
+        import transformers
+
         from .target_cache import plan_layers
 
-        # Ids from the middle of the vocabulary: special tokens, those of images among them, sit at its ends.
-        vocab = len(self.embed_weight)
-        ids = (torch.arange(min(24, self.max_length or 24), device=self.device)[None] + vocab // 2) % vocab
+        ids = self._trial_ids(24)
         output, shapes = self._try_forward(ids)
         self.vocab_size: int = output.logits.shape[-1]
         whole = [1, ids.shape[1], self.hidden_size]
@@ -358,8 +375,16 @@ class Target:
             self._plan = plan_layers(own)
         except ValueError as error:
             raise ValueError(f"Target: {type(self.model).__name__} {error}") from None
-        if "stateful" in self._plan:
-            self._check_rollback(ids, output.logits)
+        if "stateful" in self._plan and (reason := rollback_fault(self, ids, output.logits)) is not None:
+            self._refuse(
+                "recurrent layers that continue and roll back exactly over several tokens",
+                f"{reason}, transformers {transformers.__version__}",
+            )
+
+    def _trial_ids(self, count: int) -> Tensor:
+        # Ids from the middle of the vocabulary: special tokens, those of images among them, sit at its ends.
+        vocab = len(self.embed_weight)
+        return (torch.arange(min(count, self.max_length or count), device=self.device)[None] + vocab // 2) % vocab
 
     def _try_forward(self, ids: Tensor, **arguments: int) -> tuple[Any, dict[int, list[int]]]:
         taken: dict[int, Tensor] = {}
@@ -367,34 +392,21 @@ class Target:
             output = self.model(input_ids=ids, use_cache=True, **arguments)
         return output, {i: list(taken[i].shape) if i in taken else [] for i in self.layer_ids}
 
-    def _check_rollback(self, ids: Tensor, expected: Tensor) -> None:
-        """Rounds of several sizes, some with rejected tokens: the logits must be those of one forward over `ids`."""
-        import transformers
+    def check_trees(self) -> None:
+        """Try a small tree; raise ValueError, naming the model's class and the reason, where trees are not exact."""
+        fault = "layers whose state follows one path" if "stateful" in self._plan else None
+        fault = fault or ("RoPE that changes with the length" if self._rope_switch is not None else None)
+        fault = fault or (None if self._takes_positions else "a forward without `position_ids`")
+        if fault is None:
+            from .target_tree import TreeMasks
 
-        start = end = 5
-        cache = self.new_cache(1, ids.shape[1])
-        rows = []
-        try:
-            self.prefill(ids[:, :start], cache)
-            for size, kept in ((4, 2), (1, 1), (3, 3), (2, 1), (1, 1), (4, 4), (1, 1)):
-                block = torch.cat([ids[:, end : end + kept], ids[:, : size - kept]], 1)
-                rows.append(self.verify(block, cache).logits[:, :kept])
-                index = torch.tensor([[*range(kept), *[-1] * (size - kept)]])
-                self.commit(cache, index, torch.tensor([kept - 1]))
-                end += kept
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        else:
-            want = expected[0, start:end].float()
-            distance = ((torch.cat(rows, 1)[0].float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
-            # Rounding stays far below; a state that is dropped, doubled or updated by another rule does not.
-            if distance <= (2e-4 if self.dtype == torch.float32 else 0.2):
-                return
-            reason = f"logits off by {distance:.0e} of their norm"
-        self._refuse(
-            "recurrent layers that continue and roll back exactly over several tokens",
-            f"{reason}, transformers {transformers.__version__}",
-        )
+            try:
+                self._tree_masks = TreeMasks(self._text_config, self.dtype).build
+                fault = tree_fault(self, self._trial_ids(16))
+            except ValueError as error:
+                fault = str(error)
+        if fault is not None:
+            self._refuse("attention that takes a tree of slots exactly (path='tree')", fault)
 
 
 def load_tokenizer(path_or_id: str | Path, **kwargs: Any) -> Any:
@@ -410,13 +422,3 @@ def _default_device() -> str:
 
 def _take(taken: dict[int, Tensor], i: int, module: nn.Module, args: Any, output: Any) -> None:
     taken[i] = output if isinstance(output, Tensor) else output[0]
-
-
-def _chain_length(index: Tensor, num_accepted: Tensor) -> int:
-    *slots, accepted = torch.cat([index[0], num_accepted]).tolist()
-    if slots != [*range(accepted + 1), *[-1] * (len(slots) - accepted - 1)]:
-        raise ValueError(
-            "commit: index must be a chain 0, 1, .., num_accepted padded with -1 (trees need a target with attention "
-            f"of its own), got {slots} with num_accepted {accepted}"
-        )
-    return int(accepted) + 1

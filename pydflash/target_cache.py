@@ -54,6 +54,12 @@ class _KVLayer(DynamicLayer):
         """Number of committed positions."""
         return self._extent.length
 
+    def gather(self, slots: Tensor) -> None:
+        """Move these rows of the block, rising, to its front."""
+        for buffer in self._buffers or ():
+            block = buffer.narrow(-2, self._extent.length, int(slots[-1]) + 1)
+            block.narrow(-2, 0, len(slots)).copy_(block.index_select(-2, slots))
+
     def _reserve(self, rows: int, key_states: Tensor, value_states: Tensor) -> None:
         old = self._buffers
         if old is not None and old[0].shape[-2] >= rows:
@@ -73,10 +79,11 @@ class _KVLayer(DynamicLayer):
 
 
 class VerifiedBlock(NamedTuple):
-    """A block that went through the target but is not committed: its tokens [1, S] and the state before it."""
+    """A block that went through the target but is not committed: its tokens [1, S], the state before it, its shape."""
 
     tokens: Tensor
     snapshot: list[dict[str, Any]]
+    is_tree: bool = False
 
 
 class TargetCache:
@@ -113,6 +120,12 @@ class TargetCache:
     def advance(self, rows: int) -> None:
         """Commit the first `rows` positions of what the last forward wrote."""
         self._extent.length += rows
+
+    def gather(self, slots: Sequence[int]) -> None:
+        """Move the rows of these slots of the last block, rising, to its front, in every attention layer."""
+        for layer in self.model_cache.layers:
+            if isinstance(layer, _KVLayer):
+                layer.gather(torch.tensor(slots, device=layer.device))
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Copies of the recurrent layers' state (empty for an attention-only model)."""

@@ -61,7 +61,7 @@ class FakeTarget(Target):
         cache.length, cache.open = cache.length + cache.open, 0
         return TargetOutput(out.logits[:, -1:], out.features)
 
-    def verify(self, tokens: Tensor, cache: Any) -> TargetOutput:
+    def verify(self, tokens: Tensor, cache: Any, tree: Any = None) -> TargetOutput:
         assert cache.open == 0, "a block is open"
         block = tokens[0].tolist()
         cache.open = len(block)

@@ -17,17 +17,17 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 
 # A module imports from earlier rows only, also inside functions. What is in no row is at the top.
 ORDER = (
-    ("_backends", "_wheel", "cache", "config_keys", "reference", "rope", "sampling", "stats"),
-    ("_native", "target_cache", "target_defaults", "text", "weight_files"),
+    ("_backends", "_wheel", "cache", "config_keys", "reference", "rope", "sampling", "stats", "tree"),
+    ("_native", "target_cache", "target_defaults", "target_probe", "target_tree", "text", "weight_files"),
     ("config_rope", "ops"),
     ("layouts",),
     ("config",),
     ("checkpoint", "layers"),
     ("drafter", "target"),
-    ("request",),
+    ("paths", "request"),
     ("speculator",),
 )
-LEAVES = ("_backends", "reference", "sampling", "cache", "rope", "stats")
+LEAVES = ("_backends", "reference", "sampling", "cache", "rope", "stats", "tree")
 CONFIG = ("config", "config_keys", "config_rope", "layouts")
 TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults")
 MOST_LINES = 430  # "about 400"
