@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .bench_checks import (
+    PEERS,
+    check_numbers,
+    check_outputs,
+    named,
+    parse_peers,
+    parse_temperatures,
+    parse_trees,
+    read_sets,
+)
 from .bench_figures import ALL, LOOP_TOKENS, Answered, Cell, comparisons, longest_loop, with_totals
 
 if TYPE_CHECKING:
-    from .bench_methods import Method
+    from .bench_methods import DraftPath, Method
     from .training.prompts import Prompt
 
 __all__ = ["LOOP_TOKENS", "add_arguments", "first_turn", "longest_loop", "measure", "run"]
 
 PLAIN = "plain"
-PEERS = ("transformers", "lookup", "dflash")
 _WARM_UP = 8  # tokens
 _EXAMPLE = """examples:
   pydflash bench smollm2 --drafter ./my-drafter --prompts gsm8k.jsonl --num-prompts 20
   pydflash bench Qwen/Qwen3-8B --drafter new=./my-drafter --drafter z-lab/Qwen3-8B-DFlash-b16 \\
       --prompts gsm8k.jsonl chat=mt_bench.jsonl --temperatures 0,0.7 --peers --json bench.json --png bench.png
+  pydflash bench smollm2 --drafter ./my-drafter --prompts gsm8k.jsonl --trees 15,31,63,auto --png trees.png
 
 Every method answers every prompt in turn, on the same target weights. Numbers in brackets are 95 % intervals over
 prompts. Answers that loop are counted apart. Ctrl-C shows and writes what there is so far."""
@@ -59,13 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-sampling",
         choices=("auto", "on", "off"),
         default="auto",
-        help="at T > 0, sample the drafts and accept them with the drafter's law (on), or take the best ones (off); "
-        "auto samples those of DFlash 2",
+        help="at T > 0, sample the walk's drafts and accept them with the drafter's law (on), or take the best ones "
+        "(off); auto samples those of DFlash 2",
+    )
+    parser.add_argument(
+        "--trees",
+        metavar="N,...",
+        help="also each drafter with trees of N drafts, its most probable ones, verified in one forward: numbers from "
+        "1 to 63, and auto, which chooses the number in every round",
+    )
+    parser.add_argument(
+        "--viterbi", action="store_true", help="also each drafter with its most probable path instead of the walk"
     )
     parser.add_argument(
         "--argmax",
         action="store_true",
-        help="also each DFlash 2 drafter without its selector: the best token of every slot",
+        help="also each DFlash 2 drafter without its selector: the best token of every slot; with --trees, also trees "
+        "over its independent slots",
     )
     parser.add_argument(
         "--peers",
@@ -100,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .cli import check_sources
 
     temperatures = parse_temperatures(arguments.temperatures)
-    peers = parse_peers(arguments.peers)
+    peers, trees = parse_peers(arguments.peers), parse_trees(arguments.trees)
     sources = named("--drafter", arguments.drafter, lambda path: path.name, (PLAIN, "transformers", "prompt lookup"))
     files = named("--prompts", arguments.prompts, lambda path: path.stem, (ALL,))
     check_numbers(arguments)
@@ -109,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_sources(**target_source, **{f"drafter {name}": source for name, source in sources.items()})
     asked = read_sets(files, arguments.num_prompts)
 
-    methods, sets, missing, target = _prepare(arguments, sources, asked, peers)
+    methods, paths, sets, missing, target = _prepare(arguments, sources, asked, peers, trees)
     for name, reason in missing.items():
         print(f"not measured: {name}: {reason}")
     cells: list[Cell] = []
@@ -123,7 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         code = 130
     except Exception as error:  # hours of answers must not be lost with it
         failure, code = error, 2
-    _report(arguments, cells, next(iter(sources)), missing, {"machine": machine(target), "complete": code == 0})
+    report = {"machine": machine(target), "complete": code == 0, "missing": missing}
+    _report(arguments, cells, next(iter(sources)), paths, report)
     if failure is not None:
         raise failure
     return code
@@ -158,6 +178,7 @@ def measure(
                             seconds,
                             tuple(out.accepted),
                             tuple(out.drafted),
+                            tuple(out.verified),
                             longest_loop(out.ids),
                         )
                     )
@@ -172,102 +193,17 @@ def first_turn(prompt: Prompt) -> Any:
     return [{"role": "system", "content": prompt.system}, {"role": "user", "content": prompt.turns[0]}]
 
 
-# --- checks, before anything long begins ----------------------------------------------------------------------------
-
-
-def parse_temperatures(given: str) -> list[float]:
-    """The numbers of a comma-separated list, each at least 0 and none twice."""
-    try:
-        found = [float(part) for part in given.split(",")]
-    except ValueError:
-        found = []
-    if not found or len(set(found)) < len(found) or not all(t >= 0 and math.isfinite(t) for t in found):
-        raise ValueError(f"bench: --temperatures must be different numbers >= 0, separated by commas, got {given!r}")
-    return found
-
-
-def parse_peers(given: str | None) -> list[str] | None:
-    """Peers that are asked for by name; None for all that are there."""
-    import importlib.util
-
-    if given == "all":
-        return None
-    found = [] if given is None else [part.strip() for part in given.split(",")]
-    if not set(found) <= set(PEERS) or len(set(found)) < len(found):
-        raise ValueError(f"bench: --peers must be among {', '.join(PEERS)}, each once, got {given!r}")
-    if "dflash" in found and importlib.util.find_spec("dflash") is None:
-        raise ValueError(
-            "bench: --peers must be installed, got dflash without its package (pip install --no-deps dflash)"
-        )
-    return found
-
-
-def named(option: str, given: Sequence[str], name_of: Callable[[Path], str], reserved: Sequence[str]) -> dict[str, str]:
-    """[NAME=]SOURCE arguments as name -> source; without a name it is `name_of` the source.
-
-    Raises: ValueError for names that come twice or are `reserved`.
-    """
-    found: dict[str, str] = {}
-    for text in given:
-        name, sign, source = text.partition("=")
-        if not sign or Path(text).exists():
-            name, source = name_of(Path(text)), text
-        if not name or not source:
-            raise ValueError(f"bench: {option} must be SOURCE or NAME=SOURCE, got {text!r}")
-        if name in found or name in reserved:
-            taken = "is the name of another row" if name in reserved else f"also stands for {found[name]!r}"
-            raise ValueError(f"bench: {option} must have names of their own (NAME=...), got {text!r}: {name!r} {taken}")
-        found[name] = source
-    return found
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    """Refuse counts that leave nothing to measure."""
-    for name, least in (("num_prompts", 1), ("max_new_tokens", 2), ("block_size", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ValueError(f"bench: --{name.replace('_', '-')} must be at least {least}, got {value}")
-
-
-def check_outputs(json_path: Path | None, png: Path | None) -> None:
-    """Refuse files that could not be written once the measurement is done."""
-    import importlib.util
-
-    for option, path in (("--json", json_path), ("--png", png)):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise ValueError(f"bench: {option} must be in a folder that exists, got {str(path)!r}")
-        if path.is_dir():
-            raise ValueError(f"bench: {option} must be a file, got the folder {str(path)!r}")
-    if png is not None:
-        if png.suffix.lower() != ".png":
-            raise ValueError(f"bench: --png must end in .png, got {str(png)!r}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("bench: --png needs matplotlib, which is not installed")
-
-
-def read_sets(files: dict[str, str], count: int) -> dict[str, list[Prompt]]:
-    """The first `count` prompts of each file. Raises ValueError naming a file that is missing, wrong or empty."""
-    from .training.prompts import read_prompts
-
-    sets = {}
-    for name, file in files.items():
-        if not Path(file).is_file():
-            raise ValueError(f"bench: --prompts must be files that exist, got {file!r}")
-        sets[name] = read_prompts(file)[:count]
-        if not sets[name]:
-            raise ValueError(f"bench: --prompts must have a prompt in each file, got none in {file!r}")
-    return sets
-
-
 # --- the measurement --------------------------------------------------------------------------------------------------
 
 
 def _prepare(
-    arguments: argparse.Namespace, sources: dict[str, str], asked: dict[str, list[Prompt]], peers: list[str] | None
-) -> tuple[dict[str, Method], dict[str, list[list[int]]], dict[str, str], Any]:
-    """Load everything: methods by name, token ids by set, missing peers, the target."""
+    arguments: argparse.Namespace,
+    sources: dict[str, str],
+    asked: dict[str, list[Prompt]],
+    peers: list[str] | None,
+    trees: Sequence[int | str],
+) -> tuple[dict[str, Method], dict[str, DraftPath], dict[str, list[list[int]]], dict[str, str], Any]:
+    """Load everything: methods by name, paths of those that are ours, token ids by set, missing peers, the target."""
     from . import bench_methods as ways
     from .cli import torch_dtype
     from .drafter import Drafter
@@ -302,12 +238,14 @@ def _prepare(
             sources[name.removesuffix(", argmax")], device=target.device, dtype=target.dtype
         )
         drafters[name].candidate_selector = None
+    paths = ways.draft_paths(list(drafters), trees, arguments.viterbi)
     ends = ways.Ends.of(target, tokenizer)
     plain = Speculator(target, None, ends.tokenizer, backend=arguments.backend)
     methods = {PLAIN: ways.speculator_method(plain, ends)}
     methods |= ways.drafter_methods(
         target,
         drafters,
+        paths,
         ends,
         argmax=argmax,
         block_size=arguments.block_size,
@@ -318,27 +256,28 @@ def _prepare(
     missing = ways.add_peers(methods, peers, target, official, ends, prompt, arguments.block_size)
     for method in methods.values():
         method(prompt, 0.0, 0, _WARM_UP)
-    return methods, sets, missing, target
+    return methods, paths, sets, missing, target
 
 
 def _report(
-    arguments: argparse.Namespace, cells: list[Cell], first: str, missing: dict[str, str], report: dict[str, Any]
+    arguments: argparse.Namespace, cells: list[Cell], first: str, paths: dict[str, DraftPath], report: dict[str, Any]
 ) -> None:
     """Show and write what was measured; `report` has what else the JSON says."""
-    from .bench_report import plot, print_report, write_json
+    from .bench_plots import plot
+    from .bench_report import print_report, write_json
 
     cells = with_totals([cell for cell in cells if cell.answers])
     if not cells:
         print("nothing was measured")
         return
-    rows = [cell.report() for cell in cells]
-    compared = comparisons(cells, first, PLAIN)
+    rows = [cell.report(paths.get(cell.method)) for cell in cells]
+    compared = comparisons(cells, first, PLAIN, {name: path.drafter for name, path in paths.items()})
     print_report(rows, compared, PLAIN)
     if not report["complete"]:
         print("INCOMPLETE: the measurement was broken off; these are the answers until then")
     if arguments.json:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if not callable(v)}
-        write_json(report | {"settings": settings, "missing": missing, "rows": rows, **compared}, arguments.json)
+        write_json(report | {"settings": settings, "rows": rows, **compared}, arguments.json)
     if arguments.png:
         plot(rows, arguments.png)
 

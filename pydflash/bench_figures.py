@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .bench_methods import DraftPath
 
 LOOP_TOKENS = 20
 LONGEST_PERIOD = 16
@@ -37,7 +40,7 @@ class Answered:
     Attributes:
         prompt: Name of the prompt's set, and its number there.
         tokens, seconds: Of the whole answer, prefill included.
-        accepted, drafted: Per round after the prefill; empty where the method reports no rounds.
+        accepted, drafted, verified: Per round after the prefill; empty where the method reports no rounds.
         loop: Tokens of its longest loop.
     """
 
@@ -46,6 +49,7 @@ class Answered:
     seconds: float
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
+    verified: tuple[int, ...]
     loop: int
 
     @property
@@ -73,7 +77,7 @@ class Cell:
         return [a for a in self.answers if not a.loops]
 
     def slots(self) -> list[float]:
-        """For each drafting slot, the share of the rounds that drafted it in which it was kept."""
+        """For each drafting slot, a tree's by depth, the share of the rounds that drafted it in which it was kept."""
         rounds = [pair for a in self.kept() for pair in zip(a.accepted, a.drafted, strict=True)]
         shares = []
         for slot in range(1, max((drafted for _, drafted in rounds), default=0) + 1):
@@ -81,8 +85,11 @@ class Cell:
             shares.append(sum(accepted >= slot for accepted in there) / len(there))
         return shares
 
-    def report(self) -> dict[str, Any]:
-        """The figures as plain data: of the answers that do not loop, nan where there are none."""
+    def report(self, path: DraftPath | None = None) -> dict[str, Any]:
+        """The figures as plain data: of the answers that do not loop, nan where there are none.
+
+        path: what our loop verifies, None for plain decoding and for methods that are not ours.
+        """
         from .training.evaluate import bootstrap
 
         kept = self.kept()
@@ -92,6 +99,9 @@ class Cell:
         seconds = sum(a.seconds for a in kept)
         return {
             "method": self.method,
+            "drafter": path and path.drafter,
+            "path": path and path.path,
+            "num_nodes": path and path.num_nodes,
             "prompts": self.prompts,
             "temperature": self.temperature,
             "requests": len(kept),
@@ -101,6 +111,7 @@ class Cell:
             "interval": bootstrap(lengths),
             "pooled_acceptance_length": 1 + _mean(accepted),
             "looping_acceptance_length": _mean(looping),
+            "num_verified": _mean([n for a in kept for n in a.verified]),
             "slot_acceptance": self.slots(),
             "tokens_per_second": sum(a.tokens for a in kept) / seconds if seconds else math.nan,
             "per_request": [
@@ -172,16 +183,32 @@ def compare_speed(cell: Cell, base: Cell, resamples: int = 2000) -> dict[str, An
     }
 
 
-def comparisons(cells: Sequence[Cell], first_drafter: str, plain: str) -> dict[str, list[dict[str, Any]]]:
-    """`acceptance`: every method that drafts against the first drafter; `speed`: every method against plain."""
+def comparisons(
+    cells: Sequence[Cell], first_drafter: str, plain: str, walks: Mapping[str, str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Every pair of methods that is compared, at every place.
+
+    Args:
+        walks: The walk of the same drafter, for each method that is ours; a walk stands for itself.
+
+    Returns: `acceptance`: every walk and peer that drafts against the first drafter; `speed`: every method against
+    plain; `walk_acceptance` and `walk_speed`: trees and Viterbi paths against the walk of their drafter.
+    """
     at = {(cell.method, cell.prompts, cell.temperature): cell for cell in cells}
-    acceptance, speed = [], []
+    found: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("acceptance", "speed", "walk_acceptance", "walk_speed")
+    }
     for cell in cells:
-        if cell.method not in (first_drafter, plain) and any(a.accepted for a in cell.answers):
-            acceptance.append(compare_acceptance(cell, at[first_drafter, cell.prompts, cell.temperature]))
+        walk, drafts = walks.get(cell.method, cell.method), any(a.accepted for a in cell.answers)
+        place = cell.prompts, cell.temperature
+        if walk != cell.method:
+            found["walk_acceptance"].append(compare_acceptance(cell, at[walk, *place]))
+            found["walk_speed"].append(compare_speed(cell, at[walk, *place]))
+        elif cell.method not in (first_drafter, plain) and drafts:
+            found["acceptance"].append(compare_acceptance(cell, at[first_drafter, *place]))
         if cell.method != plain:
-            speed.append(compare_speed(cell, at[plain, cell.prompts, cell.temperature]))
-    return {"acceptance": acceptance, "speed": speed}
+            found["speed"].append(compare_speed(cell, at[plain, *place]))
+    return found
 
 
 def _pairs(cell: Cell, base: Cell) -> list[tuple[Answered, Answered]]:

@@ -22,15 +22,54 @@ LOOKUP_DRAFTS = 10  # what transformers itself takes where it is not told
 
 
 class Answer(NamedTuple):
-    """New token ids, and per round after the prefill the drafts kept and verified; no rounds where none are known."""
+    """New token ids, and figures of each round after the prefill, as in `Stats`; no rounds where none are known.
+
+    Attributes:
+        accepted: Drafts kept.
+        drafted: Drafts that could have been kept: the chain's, or those of a tree's longest path.
+        verified: Drafts that went through the target.
+    """
 
     ids: list[int]
     accepted: list[int]
     drafted: list[int]
+    verified: list[int]
 
 
 # (prompt ids, temperature, seed, most new tokens) -> Answer. Nothing but the temperature shapes the target's law.
 Method = Callable[[Sequence[int], float, int, int], Answer]
+
+
+class DraftPath(NamedTuple):
+    """Whose drafts our loop verifies, and which of them: `path` and `num_nodes` are keywords of `Speculator`."""
+
+    drafter: str
+    path: str = "walk"
+    num_nodes: int | str | None = None
+
+    @property
+    def name(self) -> str:
+        """The row's name; that of the walk is the drafter's."""
+        if self.path == "walk":
+            return self.drafter
+        return f"{self.drafter} {self.path}" + ("" if self.num_nodes is None else f" {self.num_nodes}")
+
+
+def draft_paths(drafters: Sequence[str], trees: Sequence[int | str], viterbi: bool) -> dict[str, DraftPath]:
+    """Rows of our loop by name: each drafter's walk, and after it what else is asked for.
+
+    Raises: ValueError where a drafter has the name of another one's row.
+    """
+    found: dict[str, DraftPath] = {}
+    for drafter in drafters:
+        rows = [DraftPath(drafter)]
+        rows += [DraftPath(drafter, "viterbi")] if viterbi else []
+        rows += [DraftPath(drafter, "tree", size) for size in trees]
+        for row in rows:
+            if row.name in found:
+                raise ValueError(f"bench: --drafter must have names of their own, got {row.name!r} for two rows")
+            found[row.name] = row
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +103,39 @@ def speculator_method(spec: Speculator, ends: Ends) -> Method:
             stop_token_ids=ends.token_ids,
             stop_strings=ends.strings,
         )
-        return Answer(out.token_ids, out.stats.num_accepted, out.stats.num_drafted)
+        return Answer(out.token_ids, out.stats.num_accepted, out.stats.num_drafted, out.stats.num_verified)
 
     return answer
 
 
 def drafter_methods(
-    target: Target, drafters: dict[str, Drafter], ends: Ends, *, argmax: Sequence[str] = (), **options: Any
+    target: Target,
+    drafters: dict[str, Drafter],
+    paths: dict[str, DraftPath],
+    ends: Ends,
+    *,
+    argmax: Sequence[str] = (),
+    draft_sampling: bool | None = None,
+    **options: Any,
 ) -> dict[str, Method]:
-    """Our loop with each drafter, under its name. `options` are keywords of `Speculator`.
+    """Our loop with each of `paths`, under its name. `options` are more keywords of `Speculator`.
 
     Those named in `argmax` have no selector: their drafts are each slot's best token, and so are not sampled unless
-    asked for.
+    asked for. Only the walk can sample.
     """
     methods = {}
-    for name, drafter in drafters.items():
-        own = dict(options)
-        if name in argmax and own.get("draft_sampling") is None:
-            own["draft_sampling"] = False
-        methods[name] = speculator_method(Speculator(target, drafter, ends.tokenizer, **own), ends)
+    for name, (drafter, path, num_nodes) in paths.items():
+        sampling = False if drafter in argmax and draft_sampling is None else draft_sampling
+        spec = Speculator(
+            target,
+            drafters[drafter],
+            ends.tokenizer,
+            path=path,
+            num_nodes=num_nodes,
+            draft_sampling=sampling if path == "walk" else None,
+            **options,
+        )
+        methods[name] = speculator_method(spec, ends)
     return methods
 
 
@@ -90,7 +143,7 @@ def transformers_method(target: Target, ends: Ends) -> Method:
     """transformers' own generate. It reports no rounds."""
 
     def answer(ids: Sequence[int], temperature: float, seed: int, limit: int) -> Answer:
-        return Answer(_generate(target, ends, ids, temperature, seed, limit), [], [])
+        return Answer(_generate(target, ends, ids, temperature, seed, limit), [], [], [])
 
     return answer
 
@@ -230,16 +283,15 @@ class _Pieces:
         pass
 
 
-def _rounds(produced: Sequence[int], widths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Accepted and drafted counts of rounds that brought `produced` tokens from blocks of `widths` rows.
+def _rounds(produced: Sequence[int], widths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Accepted, drafted and verified counts of rounds that brought `produced` tokens from blocks of `widths` rows.
 
-    The end cuts the last round, and what it cut counts nowhere.
+    The end cuts the last round, and what it cut was neither accepted nor drafted.
     """
     accepted = [n - 1 for n in produced]
-    drafted = [width - 1 for width in widths]
-    if accepted:
-        drafted[-1] = accepted[-1]
-    return accepted, drafted
+    verified = [width - 1 for width in widths]
+    drafted = [*verified[:-1], *accepted[-1:]]
+    return accepted, drafted, verified
 
 
 @contextmanager

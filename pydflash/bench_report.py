@@ -1,4 +1,4 @@
-"""How `pydflash bench` shows its figures: tables, warnings, JSON, and a picture."""
+"""How `pydflash bench` tells its figures: tables, warnings, JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from typing import Any
 from .bench_figures import ALL, LOOP_TOKENS
 
 WIDTH = 100
-_BLACK = "#444444"
-# Okabe and Ito's colours, which also people who see few colours tell apart.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#b8a800", "#8c564b")
 
 Rows = Sequence[dict[str, Any]]
 
@@ -49,6 +46,9 @@ def print_report(rows: Rows, compared: dict[str, list[dict[str, Any]]], plain: s
         against = compared["acceptance"][0]["against"]
         console.print(f"acceptance length less that of {against}, prompt by prompt", markup=False)
         console.print(_difference_table(compared["acceptance"]))
+    if compared["walk_acceptance"]:
+        console.print("against the walk of the same drafter, prompt by prompt: acceptance length less the walk's, speed")
+        console.print(_difference_table(compared["walk_acceptance"], compared["walk_speed"]))
     for line in loop_warnings(rows):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -69,7 +69,9 @@ def _table(*columns: str) -> Any:
 def _main_table(rows: Rows, speed: dict[tuple[str, str], dict[str, Any]], plain: str) -> Any:
     from rich.markup import escape
 
-    table = _table("prompts", "method", "n", "loops", "acceptance", "pooled", "tok/s", f"x {plain}")
+    trees = any(row["path"] == "tree" for row in rows)  # blocks of all else have one size
+    drafts = ["drafts"] if trees else []
+    table = _table("prompts", "method", "n", "loops", *drafts, "acceptance", "pooled", "tok/s", f"x {plain}")
     before = None
     for row in rows:
         if before not in (None, row["prompts"]):
@@ -80,6 +82,7 @@ def _main_table(rows: Rows, speed: dict[tuple[str, str], dict[str, Any]], plain:
             escape(row["method"]),
             str(row["requests"]),
             str(row["loops"]),
+            *([number(row["num_verified"], 1)] if trees else []),
             with_interval(row["acceptance_length"], row["interval"], row["requests"]),
             number(row["pooled_acceptance_length"]),
             number(row["tokens_per_second"], 1),
@@ -89,16 +92,19 @@ def _main_table(rows: Rows, speed: dict[tuple[str, str], dict[str, Any]], plain:
     return table
 
 
-def _difference_table(found: Sequence[dict[str, Any]]) -> Any:
+def _difference_table(found: Sequence[dict[str, Any]], speed: Sequence[dict[str, Any]] = ()) -> Any:
+    """Differences of acceptance, and beside them ratios of `speed` for the same pairs of methods where given."""
     from rich.markup import escape
 
-    table = _table("T", "prompts", "method", "difference", "pairs", "looping pairs")
-    for c in found:
+    ratios = [with_interval(c["ratio"], c["interval"], c["pairs"]) for c in speed]
+    table = _table("T", "prompts", "method", "difference", *(["x walk"] if speed else []), "pairs", "looping pairs")
+    for i, c in enumerate(found):
         table.add_row(
             f"{c['temperature']:g}",
             escape(c["prompts"]),
             escape(c["method"]),
             with_interval(c["difference"], c["interval"], c["pairs"], "+.2f"),
+            *ratios[i : i + 1],
             str(c["pairs"]),
             str(c["loops"]),
         )
@@ -139,74 +145,3 @@ def loop_warnings(rows: Rows) -> list[str]:
             "they count neither in acceptance nor in speed:",
         )
     return lines
-
-
-def plot(rows: Rows, path: Path) -> None:
-    """Acceptance length and speed by prompt set, and acceptance by slot, a column per temperature; needs matplotlib.
-
-    Writes a PNG, 1200 pixels wide, atomically. Whiskers are 95 % intervals over prompts.
-    """
-    from matplotlib.figure import Figure
-
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    plain, others = methods[0], methods[1:]
-    colours = {plain: _BLACK} | {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(others)}
-    figure = Figure(figsize=(12, 10.5), dpi=100, layout="constrained")
-    grid = figure.subplots(3, len(temperatures), sharey="row", squeeze=False)
-    for column, temperature in enumerate(temperatures):
-        here = [row for row in rows if row["temperature"] == temperature]
-        lengths, slots, speeds = grid[:, column]
-        drafting = [row for row in here if row["slot_acceptance"]]
-        _bars(lengths, drafting, "acceptance_length", colours, "tokens per round, mean over prompts")
-        lengths.set_title(f"Acceptance length with 95 % interval, T = {temperature:g}")
-        _slot_lines(slots, drafting, colours)
-        slots.set_title(f"Acceptance by slot, T = {temperature:g}")
-        _bars(speeds, here, "tokens_per_second", colours, "tokens per second")
-        speeds.set_title(f"Speed, T = {temperature:g}")
-    for axis in grid.flat:
-        axis.grid(alpha=0.3, axis="y")
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in grid[:, 1:].flat:
-        axis.set_ylabel("")
-    handles = [_patch(colours[name], name) for name in methods]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(handles)), frameon=False, fontsize=11)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png")
-    os.replace(part, path)
-
-
-def _bars(axis: Any, rows: Rows, key: str, colours: dict[str, str], label: str) -> None:
-    """Bars side by side, grouped by prompt set, with whiskers where the figure has an interval."""
-    sets = list(dict.fromkeys(row["prompts"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    width = 0.84 / max(len(methods), 1)
-    for row in rows:
-        x = sets.index(row["prompts"]) + (methods.index(row["method"]) - (len(methods) - 1) / 2) * width
-        axis.bar(x, row[key], width * 0.94, color=colours[row["method"]])
-        if key == "acceptance_length" and row["requests"] > 1:
-            low, high = row["interval"]
-            axis.vlines(x, low, high, color="black", linewidth=1.2)
-    if ALL in sets:
-        axis.axvline(sets.index(ALL) - 0.5, color="gray", linewidth=0.8, linestyle=":")
-    axis.set_xticks(range(len(sets)), sets, fontsize=10 if len(sets) < 5 else 9)
-    axis.set_xlim(-0.5, max(len(sets), 1) - 0.5)
-    axis.set_ylabel(label)
-
-
-def _slot_lines(axis: Any, rows: Rows, colours: dict[str, str]) -> None:
-    """Share of the rounds in which each slot was kept, over all sets."""
-    sets = {row["prompts"] for row in rows}
-    for row in rows:
-        if row["prompts"] == ALL or len(sets) == 1:
-            shares = row["slot_acceptance"]
-            axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colours[row["method"]])
-    axis.set(xlabel="slot", ylabel="share of rounds that keep it", ylim=(0, 1))
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _patch(colour: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)

@@ -74,7 +74,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "answer one prompt: the text goes to stdout, a line of numbers to stderr",
         "pydflash generate Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 'Why is the sky blue?'",
     )
-    generate.add_argument("target", metavar="TARGET", help="folder or hub id of the model to speed up")
+    generate.add_argument("target", metavar="TARGET", help="folder or hub id of the model to speed up, or smollm2")
     generate.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--drafter", metavar="D", help="folder or hub id of the drafter")
@@ -84,6 +84,17 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, metavar="K", help="sample among the K best tokens; 0 is off")
     generate.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the best; 0 is off")
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    generate.add_argument(
+        "--path",
+        choices=("walk", "viterbi", "tree"),
+        help="which drafts are verified: the drafter's walk, its most probable path, or a tree of its most probable "
+        "nodes; default: walk, or tree where an option of trees is given",
+    )
+    generate.add_argument("--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (default)")
+    generate.add_argument(
+        "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
+    )
+    generate.add_argument("--tree-svg", metavar="FILE", help="draw that tree into an SVG file")
     how = generate.add_mutually_exclusive_group()
     how.add_argument("--system", metavar="TEXT", help="system message of the chat")
     how.add_argument(
@@ -155,6 +166,10 @@ def _add_decoding(command: argparse.ArgumentParser, max_new_tokens: int) -> None
     )
 
 
+def _nodes(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _module(name: str) -> Any:
     return importlib.import_module(f".{name}", __package__)
 
@@ -188,7 +203,13 @@ def check_sources(**sources: str | None) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    if arguments.target == "smollm2":
+        arguments.target = str(_module("smollm2").ensure_smollm2())
     check_sources(TARGET=arguments.target, drafter=arguments.drafter)
+    svg, show = arguments.tree_svg, arguments.show_tree or arguments.tree_svg is not None
+    if svg is not None and not Path(svg).resolve().parent.is_dir():
+        raise ValueError(f"--tree-svg: the folder of FILE must exist, got {svg!r}")
+    path = arguments.path or ("tree" if show or arguments.num_nodes is not None else "walk")
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from .speculator import Speculator
 
@@ -198,6 +219,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         dtype=torch_dtype(arguments.dtype),
         block_size=arguments.block_size,
+        path=path,
+        num_nodes=arguments.num_nodes,
     )
     chat = prompt
     if arguments.system is not None:
@@ -212,10 +235,18 @@ def _generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         stop_strings=arguments.stop,
         chat_template=False if arguments.raw else None,
+        return_proposals=show,
     )
     for chunk in stream:
         print(chunk.text, end="", flush=True)
     print(flush=True)
+    if show:
+        view = _module("tree_view")
+        shown = view.TreeOfRound.of(stream.output, lambda token: spec.tokenizer.decode([token]))
+        if arguments.show_tree:
+            shown.print()
+        if svg is not None:
+            shown.save_svg(svg)
     print(f"{stream.output.stats.summary()}, end: {stream.output.finish_reason}", file=sys.stderr)
     return 0
 

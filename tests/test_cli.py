@@ -143,7 +143,8 @@ def test_every_sampling_option_reaches_the_stream(
     argv = "generate t --drafter d p --max-new-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3"
     argv += " --stop X --stop Y --block-size 5 --device cpu --dtype float16"
     assert run(capsys, *argv.split())[0] == 0
-    assert made == [(("t", "d"), {"device": "cpu", "dtype": torch.float16, "block_size": 5})]
+    loop = {"device": "cpu", "dtype": torch.float16, "block_size": 5, "path": "walk", "num_nodes": None}
+    assert made == [(("t", "d"), loop)]
     assert calls == [
         {
             "max_new_tokens": 7,
@@ -154,11 +155,19 @@ def test_every_sampling_option_reaches_the_stream(
             "seed": 3,
             "stop_strings": ["X", "Y"],
             "chat_template": None,
+            "return_proposals": False,
         }
     ]
     run(capsys, "generate", "t", "--plain", "p")
-    assert made[1] == (("t", None), {"device": None, "dtype": None, "block_size": None})
-    assert {name for name, value in calls[1].items() if value is not None} == {"max_new_tokens"}
+    assert made[1] == (("t", None), dict.fromkeys(loop) | {"path": "walk"})
+    assert {name for name, value in calls[1].items() if value} == {"max_new_tokens"}
+    for options, path, nodes in (
+        ("--num-nodes 7", "tree", 7),
+        ("--num-nodes auto", "tree", "auto"),
+        ("--path viterbi", "viterbi", None),
+    ):
+        run(capsys, "generate", "t", "--drafter", "d", "p", *options.split())
+        assert (made[-1][1]["path"], made[-1][1]["num_nodes"]) == (path, nodes)
 
 
 @pytest.mark.parametrize(
