@@ -165,6 +165,14 @@ def tree_cases() -> dict[str, tuple[Sides, int]]:
                 "copy": partial(copy.copy_, scores),
             }
             cases[f"path_tree {num_nodes} nodes, {title}"] = sides, scores.nbytes
+        for num_nodes in (31, 63) if square and block_size == 8 else ():
+            trunk = candidates[..., 3]
+            sides = {
+                "pydflash": partial(ops.path_tree, anchors, *lattice, num_nodes, normalizers, trunk),
+                "torch": partial(reference.path_tree, anchors, *lattice, num_nodes, normalizers, trunk),
+                "copy": partial(copy.copy_, scores),
+            }
+            cases[f"path_tree {num_nodes} nodes, trunk, {title}"] = sides, scores.nbytes
         sides = {
             "pydflash": partial(ops.path_viterbi, *lattice, normalizers),
             "torch": partial(reference.path_viterbi, *lattice, normalizers),

@@ -216,8 +216,8 @@ Lattice lattice_of(const char* op, const TensorView& candidates, const TensorVie
 }
 
 void path_tree(Capsule anchors_, Capsule candidates_, Capsule scores_, int64_t num_nodes, MaybeCapsule log_normalizers_,
-               Capsule tokens_, Capsule parents_, Capsule depths_, Capsule visibility_, Capsule log_probs_,
-               uintptr_t stream, int device) {
+               MaybeCapsule trunk_, Capsule tokens_, Capsule parents_, Capsule depths_, Capsule visibility_,
+               Capsule log_probs_, uintptr_t stream, int device) {
   const char* op = "path_tree";
   TensorView anchors(op, "anchors", anchors_), candidates(op, "candidates", candidates_),
       scores(op, "scores", scores_), tokens(op, "tokens", tokens_), parents(op, "parents", parents_),
@@ -232,6 +232,14 @@ void path_tree(Capsule anchors_, Capsule candidates_, Capsule scores_, int64_t n
     refuse(text("path_tree: num_nodes must be 1 to ", limit, " (at most 63, and the nodes of a lattice of ",
                 p.lattice.slots, " slots with ", p.lattice.top_k, " candidates), got ", num_nodes));
   anchors.int64().shape({batch}, "[B]").contiguous();
+  if (trunk_) {
+    TensorView trunk(op, "trunk", *trunk_);
+    trunk.int64().shape({batch, -1}, "[B, W]").contiguous();
+    const int64_t longest = num_nodes < p.lattice.slots ? num_nodes : p.lattice.slots;
+    if (trunk.dim(1) > longest)
+      trunk.fail(text("of shape [B, W] with W <= min(num_nodes, S-1) = ", longest), text("W = ", trunk.dim(1)));
+    p.trunk = data_of<int64_t>(trunk), p.trunk_nodes = int(trunk.dim(1));
+  }
   tokens.int64().shape({batch, slots}, "[B, N+1]").contiguous();
   parents.int32().shape({batch, slots}, "[B, N+1]").contiguous();
   depths.int32().shape({batch, slots}, "[B, N+1]").contiguous();
@@ -287,17 +295,26 @@ void reject_sample(Capsule logits_, Capsule tokens_, MaybeCapsule parents_, Mayb
                         parent));
   }
   if (draft_probs_) {
-    if (parents_) refuse("reject_sample: parents must be None where draft_probs is given (q needs a chain)");
     TensorView probs(op, "draft_probs", *draft_probs_);
-    probs.float32().shape({batch, slots - 1, -1}, draft_ids_ ? "[B, S-1, K]" : "[B, S-1, V]").row_contiguous();
+    const char* letters = draft_ids_ ? "[B, W, K]" : "[B, W, V]";
+    probs.float32().shape({batch, -1, -1}, letters).row_contiguous();
+    const int64_t drafts = probs.dim(1);
+    if (drafts >= slots) probs.fail(text("of shape ", letters, " with W <= S-1 = ", slots - 1), text("W = ", drafts));
     if (draft_ids_) {
       TensorView ids(op, "draft_ids", *draft_ids_);
-      ids.int64().shape({batch, slots - 1, probs.dim(2)}, "[B, S-1, K]").contiguous();
+      ids.int64().shape({batch, drafts, probs.dim(2)}, "[B, W, K]").contiguous();
       p.draft_ids = data_of<int64_t>(ids);
     } else if (probs.dim(2) < vocab_size) {
-      probs.fail(text("of shape [B, S-1, V] with V >= vocab_size = ", vocab_size), text("V = ", probs.dim(2)));
+      probs.fail(text("of shape [B, W, V] with V >= vocab_size = ", vocab_size), text("V = ", probs.dim(2)));
     }
-    p.draft_probs = data_of<float>(probs), p.num_candidates = int(probs.dim(2));
+    if constexpr (PYDFLASH_HOST_MEMORY)
+      for (int64_t n = 0; n < (parents_ ? batch * drafts : 0); ++n) {
+        const int64_t b = n / drafts, i = n % drafts + 1;
+        if (const int32_t parent = p.parents[b * slots + i]; parent != i - 1)
+          refuse(text("reject_sample: parents[", b, ", ", i, "] must be ", i - 1,
+                      " (draft_probs holds q of slots 1 to ", drafts, ", a chain), got ", parent));
+      }
+    p.draft_probs = data_of<float>(probs), p.num_candidates = int(probs.dim(2)), p.draft_slots = int(drafts);
     probs.strides_to(p.draft_probs_stride, 2);
   }
   temperature.float32().shape({batch}, "[B]").contiguous();

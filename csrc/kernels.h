@@ -94,10 +94,13 @@ struct Lattice {
 
 // The num_nodes nodes of the lattice taken best first: of all children of taken nodes the one of the highest
 // cumulative log-probability, ties to the shallower, then to the earlier parent, then to the lower token id.
-// Cumulative is parent + edge in float. Slot 0 is the anchor, the others stand in the order of taking.
+// Cumulative is parent + edge in float. Slot 0 is the anchor, the others stand in the order of taking: first the
+// trunk, a path from the anchor, whatever its probability. A trunk token that is no candidate has -inf.
 struct PathTreeParams {
   Lattice lattice;
   int num_nodes;           // at most 63 and the nodes of the lattice
+  int trunk_nodes;         // at most num_nodes and the lattice's slots
+  const int64_t* trunk;    // [batch, trunk_nodes] or null
   const int64_t* anchors;  // [batch]
   int64_t* tokens;         // [batch, num_nodes + 1], as all that follow
   int32_t* parents;        // -1 for the anchor
@@ -117,8 +120,10 @@ struct PathViterbiParams {
 // Acceptance and the next token. Row i of target_logits is the target's law after slot i; tokens[i] is the draft
 // in slot i (slot 0 the anchor, negative = no draft), parents[i] < i the slot it continues (null = a chain).
 // The law of a row is filtered in this order: temperature, top_k, top_p, min_p (ties: lower id first).
-// temperature <= 0: descend while a child carries the argmax. With q: accept while u * q < p, then the residual
-// max(p - q, 0), or the bonus from the last row. Without q: draw from the row and descend while a child carries it.
+// temperature <= 0: descend while a child carries the argmax. Without q: draw from the row and descend while a child
+// carries it. With q of the first draft_slots drafts, which are a chain: accept the next of them while u * q < p, else
+// draw from the residual max(p - q, 0) and descend if another child carries it; off the chain and behind it the rule
+// without q goes on.
 struct RejectSampleParams {
   int batch, slots, vocab_size;
   DType dtype;
@@ -126,9 +131,9 @@ struct RejectSampleParams {
   int64_t logits_stride[2];  // [batch, slot]
   const int64_t* tokens;     // [batch, slots]
   const int32_t* parents;    // [batch, slots] or null
-  const int64_t* draft_ids;  // [batch, slots - 1, num_candidates], null where q is dense or absent
-  const float* draft_probs;  // [batch, slots - 1, num_candidates or vocab_size] or null
-  int num_candidates;
+  const int64_t* draft_ids;  // [batch, draft_slots, num_candidates], null where q is dense or absent
+  const float* draft_probs;  // [batch, draft_slots, num_candidates or vocab_size] or null
+  int draft_slots, num_candidates;  // 0 draft_slots where q is absent
   int64_t draft_probs_stride[2];  // [batch, slot]
   const float *temperature, *top_p, *min_p;  // [batch]
   const int32_t* top_k;                      // [batch], 0 = off

@@ -23,8 +23,8 @@ _SCHEMAS = (
     "path_select(Tensor logits, Tensor? hidden, Tensor? predecessor, Tensor? successor, Tensor anchors,"
     " Tensor? temperature, Tensor seeds, Tensor starts, int top_k, int vocab_size)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    "path_tree(Tensor anchors, Tensor candidates, Tensor scores, int num_nodes, Tensor? log_normalizers)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "path_tree(Tensor anchors, Tensor candidates, Tensor scores, int num_nodes, Tensor? log_normalizers,"
+    " Tensor? trunk) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "path_viterbi(Tensor candidates, Tensor scores, Tensor? log_normalizers) -> (Tensor, Tensor)",
     "reject_sample(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor? draft_ids, Tensor? draft_probs,"
     " Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor starts, int vocab_size)"
@@ -196,9 +196,14 @@ def _tree_outputs(anchors: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tens
 
 
 def path_tree(
-    anchors: Tensor, candidates: Tensor, scores: Tensor, num_nodes: int, log_normalizers: Tensor | None
+    anchors: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    num_nodes: int,
+    log_normalizers: Tensor | None,
+    trunk: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    module, stream, device = _module("path_tree", anchors, candidates, scores, log_normalizers)
+    module, stream, device = _module("path_tree", anchors, candidates, scores, log_normalizers, trunk)
     if anchors.dim() != 1:
         raise ValueError(f"path_tree: anchors must be of shape [B], got {list(anchors.shape)}")
     if not 1 <= num_nodes <= 63:
@@ -211,6 +216,7 @@ def path_tree(
         edges,
         num_nodes,
         normalizers,
+        _capsule(None if trunk is None else _int64(trunk, "path_tree: trunk")),
         *[_capsule(t) for t in outputs],
         stream,
         device,
@@ -306,7 +312,7 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "pydflash::path_tree",
-    lambda anchors, candidates, scores, num_nodes, log_normalizers: _tree_outputs(anchors, num_nodes),
+    lambda anchors, candidates, scores, num_nodes, *_: _tree_outputs(anchors, num_nodes),
     lib=_library,
 )
 torch.library.register_fake("pydflash::path_viterbi", lambda candidates, *_: _viterbi_outputs(candidates), lib=_library)

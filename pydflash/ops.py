@@ -184,6 +184,7 @@ def path_tree(
     scores: Tensor,
     num_nodes: int,
     log_normalizers: Tensor | None = None,
+    trunk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The most likely nodes of the lattice of `path_select`, as a tree to verify in one forward.
 
@@ -194,6 +195,10 @@ def path_tree(
     slots, [B, S-1, K], it is `score - log_normalizer` of the slot, or the log-softmax over the slot's K candidates.
     Sums of exponentials are taken in float64 and rounded once. NaN scores count as -inf; such nodes come last.
 
+    A `trunk` is a path that the tree holds whatever its probability, such as the walk of `path_select` at T > 0: its
+    tokens are slots 1..W in order, and the N - W best other nodes follow, children of trunk nodes among them. A trunk
+    token that is no candidate of its slot has log-probability -inf, and so has everything behind it.
+
     Args:
         anchors: [B] token ids.
         candidates: [B, S-1, K] token ids, distinct within a slot, K in 1..1024.
@@ -201,12 +206,14 @@ def path_tree(
             [B, S-1, K]; float32, bfloat16 or float16.
         num_nodes: N, at most 63 and the number of nodes of the lattice, K + K**2 + ... + K**(S-1).
         log_normalizers: [B, S-1] logsumexp of each slot over the whole vocabulary; only with scores [B, S-1, K].
+        trunk: [B, W] token ids, W at most S-1 and N; None or W = 0 for the best-first tree.
 
-    Returns: (all [B, N+1], slot 0 the anchor, the nodes in the order of taking)
+    Returns: (all [B, N+1], slot 0 the anchor, then the trunk, then the other nodes in the order of taking)
         tokens int64; parents int32, the slot each continues, -1 for the anchor; depths int32; visibility int64, bit i
         set where slot i is the slot itself or an ancestor; log_probs float32, 0 for the anchor.
 
-    Raises: ValueError on shapes, dtypes or devices that do not fit, or a lattice of fewer than N nodes.
+    Raises: ValueError on shapes, dtypes or devices that do not fit, a lattice of fewer than N nodes, or a trunk of more
+        than S-1 or N tokens.
 
     Source: DDTree (Ringel and Romano, arXiv 2604.12989) for the tree over independent slots.
     """
@@ -218,6 +225,7 @@ def path_tree(
         scores,
         num_nodes,
         log_normalizers,
+        trunk,
     )
 
 
@@ -257,8 +265,9 @@ def reject_sample(
     top-k (exactly k survive ties, lower id first), top-p, min-p. Three rules, chosen by row and by `draft_probs`:
 
     - temperature <= 0: descend from the anchor while a child carries the row's argmax.
-    - with q (`draft_probs`, a chain): accept a draft while u * q < p; at the first refusal draw from the residual
-      max(p - q, 0), and after the last draft from its row.
+    - with q (`draft_probs`) of the first W drafts, which must be a chain: accept its drafts while u * q < p; at the
+      first refusal draw from the residual max(p - q, 0), and descend if another child of the slot carries the token.
+      From there on, and after the last draft of the chain, the rule without q goes on.
     - without q: draw from the row of the current slot by inverse CDF, with the uniform that plain decoding uses at
       that position, and descend while a child carries the drawn token. So the text does not depend on the drafts.
 
@@ -268,7 +277,8 @@ def reject_sample(
         target_logits: [B, S, V] float32, bfloat16 or float16.
         tokens: [B, S]: slot 0 the anchor, then drafts; a negative id means no draft there.
         parents: [B, S] slot each slot continues, an earlier one; None for a chain.
-        draft_probs: None; (ids [B, S-1, K], probs [B, S-1, K]), q zero elsewhere; or dense [B, S-1, V].
+        draft_probs: None; (ids [B, W, K], probs [B, W, K]), q zero elsewhere; or dense [B, W, V]. q of the drafts in
+            slots 1..W, W at most S-1; with `parents` those slots' are 0..W-1.
         temperature, top_k, top_p, min_p: [B] or numbers; 0 switches top_k and min_p off, 1 switches top_p off.
         seeds: [B] or a number, the key of every draw.
         starts: [B] position of the anchor.
@@ -278,7 +288,8 @@ def reject_sample(
         index [B, S] int32: the accepted slots, the anchor first, padded with -1; num_accepted [B] int32, drafts
         only; bonus [B] int64, the token that follows them.
 
-    Raises: ValueError on shapes, dtypes or devices that do not fit, or parents that are not earlier slots.
+    Raises: ValueError on shapes, dtypes or devices that do not fit, parents that are not earlier slots, or slots 1..W
+        that are not a chain.
 
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023, for the rule with q.
     """

@@ -192,8 +192,9 @@ def path_tree(
     scores: Tensor,
     num_nodes: int,
     log_normalizers: Tensor | None = None,
+    trunk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The best-first tree of a lattice; see `pydflash.ops.path_tree`."""
+    """The best-first tree of a lattice, beside a trunk if there is one; see `pydflash.ops.path_tree`."""
     slots, top_k = candidates.shape[1:]
     limit = min(63, sum(top_k**depth for depth in range(1, slots + 1)))
     if not 1 <= num_nodes <= limit:
@@ -201,9 +202,15 @@ def path_tree(
             f"path_tree: num_nodes must be 1 to {limit} (at most 63, and the nodes of a lattice of {slots} slots"
             f" with {top_k} candidates), got {num_nodes}"
         )
+    trunk = candidates.new_zeros(len(anchors), 0) if trunk is None else trunk
+    if trunk.shape[1] > min(num_nodes, slots):
+        raise ValueError(
+            f"path_tree: trunk must be of shape [B, W] with W <= min(num_nodes, S-1) = {min(num_nodes, slots)},"
+            f" got W = {trunk.shape[1]}"
+        )
     edges = _edges(scores, log_normalizers).cpu()
-    rows = list(zip(anchors.tolist(), candidates.tolist(), edges, strict=True))
-    grown = [_grow(anchor, ids, edge, num_nodes) for anchor, ids, edge in rows]
+    rows = zip(anchors.tolist(), candidates.tolist(), edges, trunk.tolist(), strict=True)
+    grown = [_grow(anchor, ids, edge, num_nodes, path) for anchor, ids, edge, path in rows]
     kinds = (torch.int64, torch.int32, torch.int32, torch.int64, edges.dtype)
     tokens, parents, depths, visibility, log_probs = (
         torch.tensor([tree[i] for tree in grown], dtype=kind, device=scores.device).view(-1, num_nodes + 1)
@@ -212,19 +219,27 @@ def path_tree(
     return tokens, parents, depths, visibility, log_probs
 
 
-def _grow(anchor: int, candidates: list[list[int]], edges: Tensor, num_nodes: int) -> tuple[Sequence[float], ...]:
+def _grow(
+    anchor: int, candidates: list[list[int]], edges: Tensor, num_nodes: int, trunk: list[int]
+) -> tuple[Sequence[float], ...]:
     """Tokens, parents, depths, visibility and log-probabilities of one row's tree, as lists."""
     tokens, parents, depths, visibility, log_probs = [anchor], [-1], [0], [1], [0.0]
     frontier: list[tuple[float, int, int, int, int]] = []  # in the order of taking; the last is the candidate's index
     index = 0  # the anchor reads row 0 of the first slot
     for slot in range(num_nodes):
         depth = depths[slot]
+        wanted = trunk[slot] if slot < len(trunk) else None
+        node = None if wanted is None else (torch.inf, depth + 1, slot, wanted, 0)  # where it is no candidate
         if depth < len(candidates):
             row = edges[depth, index if edges.shape[1] > 1 else 0]
             values = (row + log_probs[slot]).nan_to_num(-torch.inf, torch.inf, -torch.inf).tolist()
             for c, (value, token) in enumerate(zip(values, candidates[depth], strict=True)):
-                heapq.heappush(frontier, (-value, depth + 1, slot, token, c))
-        value, depth, parent, token, index = heapq.heappop(frontier)
+                child = (-value, depth + 1, slot, token, c)
+                if token == wanted:
+                    node = child
+                else:
+                    heapq.heappush(frontier, child)
+        value, depth, parent, token, index = node or heapq.heappop(frontier)
         tokens.append(token)
         parents.append(parent)
         depths.append(depth)
@@ -324,8 +339,14 @@ def reject_sample(
     index = torch.full((batch, slots), -1, dtype=torch.int32, device=device)
     accepted = torch.zeros(batch, dtype=torch.int32, device=device)
     bonus = torch.zeros(batch, dtype=torch.int64, device=device)
+    q_rows = draft_probs if draft_probs is None or isinstance(draft_probs, Tensor) else draft_probs[1]
+    num_drafts = 0 if q_rows is None else q_rows.shape[1]
+    if parents is not None and bool((parents[:, 1 : num_drafts + 1] != torch.arange(num_drafts, device=device)).any()):
+        raise ValueError(
+            f"reject_sample: parents must be a chain in slots 1 to {num_drafts}, whose q draft_probs holds"
+        )
     for b in range(batch):
-        one = slice(b, b + 1)
+        one, links = slice(b, b + 1), None if parents is None else parents[b]
         slot, count = 0, 0
         index[b, 0] = 0
         while True:
@@ -334,12 +355,12 @@ def reject_sample(
             token, following = -1, None
             if not bool(heat[b] > 0):
                 token = int(_wide(row).nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
-                following = _child(tokens[b], None if parents is None else parents[b], slot, token)
+                following = _child(tokens[b], links, slot, slot + 1, token)
             else:
                 weights = filtered_weights(row, heat[one], kept[one], nucleus[one], floor[one])
-                if draft_probs is None or draft < 0:
+                if draft_probs is None or slot >= num_drafts or draft < 0:
                     token = int(_inverse_cdf(weights, uniform(seeds[one], position, TARGET)))
-                    following = _child(tokens[b], None if parents is None else parents[b], slot, token)
+                    following = _child(tokens[b], links, slot, slot + 1, token)
                 else:
                     p = weights / weights.sum()
                     q = _draft_row(draft_probs, b, slot, p).clamp_min(0)
@@ -350,6 +371,7 @@ def reject_sample(
                         residual = (p - q.nan_to_num(0.0)).clamp_min(0)
                         residual = residual if bool(residual.sum() > 0) else p
                         token = int(_inverse_cdf(residual, uniform(seeds[one], position, RESIDUAL)))
+                        following = _child(tokens[b], links, slot, slot + 2, token)  # beside the refused draft
             if following is None:
                 break
             slot, count = following, count + 1
@@ -366,12 +388,8 @@ def _draft_row(draft_probs: tuple[Tensor, Tensor] | Tensor, b: int, slot: int, l
     return torch.zeros_like(like).index_add(1, ids[real], probs[real][None])
 
 
-def _child(tokens: Tensor, parents: Tensor | None, current: int, token: int) -> int | None:
-    if parents is None:
-        following = range(current + 1, min(current + 2, len(tokens)))
-    else:
-        following = range(current + 1, len(tokens))
-    for slot in following:
+def _child(tokens: Tensor, parents: Tensor | None, current: int, first: int, token: int) -> int | None:
+    for slot in range(first, len(tokens) if parents is not None else min(current + 2, len(tokens))):
         if int(tokens[slot]) == token and (parents is None or int(parents[slot]) == current):
             return slot
     return None

@@ -20,7 +20,7 @@ from torch import Tensor
 from pydflash import ops
 
 DRAWS = 200_000
-FAMILY = 64
+FAMILY = 96
 ALPHA = 1e-4 / FAMILY
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -162,7 +162,7 @@ DRAFTER = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]], dtyp
 LENGTH, BLOCK, TEXTS = 4, 3, DRAWS // 4
 
 
-def emit(propose: Propose, temperature: Tensor, length: int = LENGTH) -> Tensor:
+def emit(propose: Propose, temperature: Tensor, length: int = LENGTH, **options: Any) -> Tensor:
     """A text of `length` tokens for each temperature, by whole rounds from token 0 on."""
     count = len(temperature)
     text = torch.full((count, length + 8), -1)
@@ -173,7 +173,7 @@ def emit(propose: Propose, temperature: Tensor, length: int = LENGTH) -> Tensor:
         tokens, q, parents = propose(anchors, seeds, starts)
         logits = TARGET.log().float()[tokens]
         index, accepted, bonus = ops.reject_sample(
-            logits, tokens, parents, q, temperature, seeds=seeds, starts=starts.int()
+            logits, tokens, parents, q, temperature, seeds=seeds, starts=starts.int(), **options
         )
         path = tokens.gather(1, index.clamp_min(0).long())
         for depth in range(1, tokens.shape[1]):
@@ -245,12 +245,67 @@ class Walk:
         return torch.cat([anchors[:, None], drafts], 1), (candidates, probs), None
 
 
-def joint_law() -> Tensor:
+class TrunkOfWalk:
+    """A walk of path_select at temperature 0.7 through 3 slots, its first `length` drafts the trunk of path_tree."""
+
+    def __init__(self, length: int, nodes: int, top_k: int, reported: float = 0.7) -> None:
+        self.length, self.nodes, self.top_k, self.reported = length, nodes, top_k, reported
+        generator = torch.Generator().manual_seed(13)
+        self.predecessor, self.successor, self.hidden = (torch.randn(n, 4, generator=generator) for n in (3, 3, 3))
+
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+        count = len(anchors)
+        logits = DRAFTER.log().float()[anchors][:, None].expand(count, 3, 3)
+        hidden = self.hidden.expand(count, -1, -1)
+        drafts, candidates, probs, scores = ops.path_select(
+            logits, hidden, self.predecessor, self.successor, anchors, 0.7, seeds, starts, self.top_k
+        )
+        assert probs is not None
+        trunk, ids, q = (t[:, : self.length] for t in (drafts, candidates, probs))
+        tokens, parents, *_ = ops.path_tree(anchors, candidates, scores, self.nodes, trunk=trunk)
+        q = q ** (0.7 / self.reported)
+        return tokens, (ids, q / q.sum(-1, keepdim=True)), parents
+
+
+class TrunkByHand:
+    """Two drafts with a dense q, and branches that no draft repeats beside and behind them.
+
+    0 - 1 - 2 - 6     slots; 1 and 2 are the trunk
+      |   + 4
+      |   + 5
+      + 3 - 7
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(14)
+
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+        laws = [DRAFTER[anchors]]
+        first = pick(laws[0], self.generator)
+        laws.append(DRAFTER[first])
+        second = pick(laws[1], self.generator)
+        branch, best = (first + 1) % 3, DRAFTER.argmax(-1)
+        tokens = [anchors, first, second, branch, (second + 1) % 3, (second + 2) % 3, best[second], best[branch]]
+        parents = torch.tensor([0, 0, 1, 0, 1, 1, 2, 3]).expand(len(anchors), 8)
+        return torch.stack(tokens, 1), torch.stack(laws, 1).float(), parents
+
+
+def warped(temperature: float, top_k: int = 3, top_p: float = 1.0) -> Tensor:
+    """The rows of TARGET as they are left by the filters, in float64."""
+    law = (TARGET.log() / temperature).softmax(-1)
+    ranked, order = law.sort(dim=-1, descending=True, stable=True)
+    ranked[:, top_k:] = 0
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    ranked[ranked.cumsum(-1) - ranked >= top_p] = 0
+    return torch.zeros_like(law).scatter(-1, order, ranked / ranked.sum(-1, keepdim=True))
+
+
+def joint_law(rows: Tensor = TARGET) -> Tensor:
     """The probability of every text of LENGTH tokens after token 0, as one number in base 3."""
     law = torch.ones(1).double()
     texts = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(LENGTH):
-        law = (law[:, None] * TARGET[texts[:, -1]]).flatten()
+        law = (law[:, None] * rows[texts[:, -1]]).flatten()
         texts = torch.cat([texts.repeat_interleave(3, 0), torch.arange(3).repeat(len(texts))[:, None]], 1)
     return law
 
@@ -266,6 +321,8 @@ PROPOSALS: dict[str, Callable[[], Propose]] = {
     "argmax": lambda: argmax_chain,
     "tree": lambda: tree,
     "path_select": lambda: Walk(0.6),
+    "trunk": lambda: TrunkOfWalk(3, 8, 3),
+    "trunk by hand": TrunkByHand,
 }
 
 
@@ -287,3 +344,83 @@ def test_without_q_the_text_of_a_seed_does_not_depend_on_the_drafts() -> None:
     texts = [emit(propose, torch.ones(2000), 24) for propose in (plain, argmax_chain, tree)]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
+
+
+WARPED: list[tuple[str, Callable[[], Propose], float, dict[str, Any]]] = [
+    ("walk", lambda: TrunkOfWalk(3, 9, 3), 0.7, {}),
+    # Of the two: one token of .6 before .3, but two of .5 before .3.
+    ("walk", lambda: TrunkOfWalk(3, 9, 3), 1.0, {"top_k": 2, "top_p": 0.65}),
+    ("walk over 2 of 3 tokens", lambda: TrunkOfWalk(3, 7, 2), 0.7, {"top_p": 0.6}),
+    ("start of the walk", lambda: TrunkOfWalk(1, 7, 3), 0.7, {"top_k": 2}),
+    ("by hand", TrunkByHand, 0.7, {}),
+    ("by hand", TrunkByHand, 1.0, {"top_k": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("propose", "temperature", "filters"), [case[1:] for case in WARPED], ids=[f"{n}-{t}-{f}" for n, _, t, f in WARPED]
+)
+def test_joint_law_of_whole_texts_from_trees_with_a_trunk(
+    propose: Callable[[], Propose], temperature: float, filters: dict[str, Any]
+) -> None:
+    text = emit(propose(), torch.full((TEXTS,), temperature), **filters)
+    assert p_value(as_numbers(text), joint_law(warped(temperature, **filters))) > ALPHA
+
+
+def test_q_of_another_temperature_than_the_trunk_is_found_out() -> None:
+    text = emit(TrunkOfWalk(3, 8, 3, reported=1.0), torch.ones(TEXTS))
+    assert p_value(as_numbers(text), joint_law()) < ALPHA
+
+
+P4 = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+Q4 = torch.tensor([0.1, 0.2, 0.4, 0.3], dtype=torch.float64)
+BESIDE = torch.tensor([1, 0, 0, 1])  # the branch beside each draft
+
+
+def trunk_mutant(name: str, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """First tokens, and whether they were drafts, by samplers of a draft and a branch that are wrong or wasteful."""
+    u = torch.tensor(np.random.default_rng(7).random(DRAWS))
+    drawn, residual, branches = draw(P4, DRAWS, 8), draw((P4 - Q4).clamp_min(0), DRAWS, 9), BESIDE[drafts]
+    kept = u < (P4 / Q4)[drafts]
+    if name == "trunk without q":
+        return drawn, (drawn == drafts) | (drawn == branches)
+    if name == "no branches beside the trunk":
+        return torch.where(kept, drafts, residual), kept
+    if name == "draws again from p":
+        residual = drawn
+    elif name == "descends with a draw from p":
+        residual = torch.where(drawn == branches, drawn, residual)
+    first = torch.where(kept, drafts, residual)
+    return first, kept | (first == branches)
+
+
+@pytest.mark.parametrize(
+    ("name", "law", "rate"),
+    [
+        ("right", P4.tolist(), 0.8),
+        ("draws again from p", [0.26, 0.32, 0.28, 0.14], 0.74),
+        ("descends with a draw from p", [0.375, 0.325, 0.2, 0.1], 0.865),
+        ("trunk without q", P4.tolist(), 0.57),
+        ("no branches beside the trunk", P4.tolist(), 0.6),
+    ],
+)
+def test_mutants_of_the_trunk_rule_are_told_by_law_or_acceptance(name: str, law: list[float], rate: float) -> None:
+    first, kept = trunk_mutant(name, draw(Q4, DRAWS, 3))
+    assert (p_value(first, P4) > ALPHA) == (law == P4.tolist())
+    assert p_value(first, torch.tensor(law)) > ALPHA
+    assert stats.binomtest(int(kept.sum()), DRAWS, rate).pvalue > ALPHA
+    assert (stats.binomtest(int(kept.sum()), DRAWS, 0.8).pvalue > ALPHA) == (name == "right")
+
+
+def test_law_and_acceptance_of_one_draft_and_one_branch() -> None:
+    """The draft is kept with probability sum of min(p, q) = 0.6, the branch in 0.2 of all rounds."""
+    drafts = draw(Q4, DRAWS, 3)
+    tokens = torch.stack([torch.zeros_like(drafts), drafts, BESIDE[drafts]], 1)
+    rows, q = P4.log().float().expand(DRAWS, 3, 4), Q4.float().expand(DRAWS, 1, 4)
+    parents = torch.zeros_like(tokens)
+    index, accepted, bonus = ops.reject_sample(rows, tokens, parents, q, 1.0, seeds=torch.arange(DRAWS) + 10**9)
+    first = torch.where(accepted > 0, tokens.gather(1, index[:, 1:2].clamp_min(0).long())[:, 0], bonus)
+    assert p_value(first, P4) > ALPHA
+    for slot, rate in ((1, 0.6), (2, 0.2)):
+        assert stats.binomtest(int((index[:, 1] == slot).sum()), DRAWS, rate).pvalue > ALPHA
+        assert p_value(bonus[index[:, 1] == slot], P4) > ALPHA

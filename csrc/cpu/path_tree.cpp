@@ -21,8 +21,13 @@ class Tree {
     p_.visibility[at_] = 1, p_.log_probs[at_] = 0.0f;
     for (int slot = 1; slot <= p_.num_nodes; ++slot) {
       expand(slot - 1);
+      if (slot <= p_.trunk_nodes) {
+        follow(slot);
+        continue;
+      }
       // Ties go to the shallower node, so to the shallower parent, and among those to the first.
-      take(best_of(value_, p_.depths + at_, slot), slot);
+      const int parent = best_of(value_, p_.depths + at_, slot);
+      take(parent, first_untaken_[parent], slot);
     }
   }
 
@@ -49,23 +54,38 @@ class Tree {
     value_[node] = best < 0 ? NAN : values[best];
   }
 
-  void take(int parent, int slot) {
-    const int depth = p_.depths[at_ + parent], c = first_untaken_[parent];
+  // The next node of the trunk; all slots before it are trunk.
+  void follow(int slot) {
+    const int64_t token = p_.trunk[b_ * p_.trunk_nodes + slot - 1];
+    const int64_t* candidates = candidates_of(p_.lattice, b_, slot - 1);
+    int c = 0;
+    while (c < p_.lattice.top_k && candidates[c] != token) ++c;
+    if (c < p_.lattice.top_k) return take(slot - 1, c, slot);
+    candidate_[slot] = 0;  // behind a node of -inf every row gives -inf
+    put(slot - 1, slot, token, -kInfinity);
+  }
+
+  void take(int parent, int c, int slot) {
+    float& value = children_[int64_t(parent) * p_.lattice.top_k + c];
     candidate_[slot] = c;
-    p_.tokens[at_ + slot] = candidates_of(p_.lattice, b_, depth)[c];
-    p_.parents[at_ + slot] = parent;
-    p_.depths[at_ + slot] = depth + 1;
-    p_.visibility[at_ + slot] = int64_t(uint64_t(p_.visibility[at_ + parent]) | uint64_t(1) << slot);
-    p_.log_probs[at_ + slot] = value_[parent];
-    children_[int64_t(parent) * p_.lattice.top_k + c] = NAN;
+    put(parent, slot, candidates_of(p_.lattice, b_, p_.depths[at_ + parent])[c], value);
+    value = NAN;
     advance(parent);
+  }
+
+  void put(int parent, int slot, int64_t token, float log_prob) {
+    p_.tokens[at_ + slot] = token;
+    p_.parents[at_ + slot] = parent;
+    p_.depths[at_ + slot] = p_.depths[at_ + parent] + 1;
+    p_.visibility[at_ + slot] = int64_t(uint64_t(p_.visibility[at_ + parent]) | uint64_t(1) << slot);
+    p_.log_probs[at_ + slot] = log_prob;
   }
 
   const PathTreeParams& p_;
   const int64_t b_, at_;  // the batch row, and its first slot in the outputs
   float* const children_;
   Normalizer* const known_;           // of every row of scores, NaN until it is needed
-  int candidate_[kMaxNodes + 1];      // which candidate of its slot a node is
+  int candidate_[kMaxNodes + 1];      // which candidate of its slot a node is: its children's row of scores
   int first_untaken_[kMaxNodes + 1];  // candidate index of the best untaken child
   float value_[kMaxNodes + 1];        // its cumulative log-probability, NaN where there is none
 };

@@ -89,12 +89,12 @@ class Residual {
   int candidates_ = 0;
 };
 
-// The first slot that continues `slot` with `token`, or -1.
-int child_of(const RejectSampleParams& p, int64_t b, int slot, int64_t token) {
+// The first slot from `first` on that continues `slot` with `token`, or -1.
+int child_of(const RejectSampleParams& p, int64_t b, int slot, int first, int64_t token) {
   const int64_t* tokens = p.tokens + b * p.slots;
   const int32_t* parents = p.parents == nullptr ? nullptr : p.parents + b * p.slots;
   const int end = parents == nullptr && slot + 2 < p.slots ? slot + 2 : p.slots;
-  for (int i = slot + 1; i < end; ++i)
+  for (int i = first; i < end; ++i)
     if (tokens[i] == token && (parents == nullptr || parents[i] == slot)) return i;
   return -1;
 }
@@ -112,19 +112,21 @@ void verify(const RejectSampleParams& p, int64_t b, Law<T> law, uint64_t* order)
     int64_t token = -1;
     int next = -1;
     if (!greedy) law.filter(p.temperature[b], p.top_k[b], p.top_p[b], p.min_p[b]);
-    if (!greedy && p.draft_probs != nullptr && draft >= 0) {
+    if (!greedy && slot < p.draft_slots && draft >= 0) {
       const int64_t* ids = p.draft_ids;
-      if (ids != nullptr) ids += (b * (p.slots - 1) + slot) * p.num_candidates;
+      if (ids != nullptr) ids += (b * p.draft_slots + slot) * p.num_candidates;
       const DraftRow q{p.draft_probs + b * p.draft_probs_stride[0] + slot * p.draft_probs_stride[1], ids,
                        p.num_candidates};
       const bool known = draft < p.vocab_size;
-      if (known && double(draw(Purpose::accept)) * q.at(draft) * law.total() < law.weight(draft))
+      if (known && double(draw(Purpose::accept)) * q.at(draft) * law.total() < law.weight(draft)) {
         next = slot + 1;
-      else
+      } else {
         token = Residual<T>(law, q, p.vocab_size, order).draw(draw(Purpose::residual));
+        next = child_of(p, b, slot, slot + 2, token);  // beside the refused draft
+      }
     } else {
       token = greedy ? law.argmax() : law.draw(draw(Purpose::target));
-      next = child_of(p, b, slot, token);
+      next = child_of(p, b, slot, slot + 1, token);
     }
     if (next < 0) {
       p.num_accepted[b] = depth;
