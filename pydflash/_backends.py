@@ -60,8 +60,23 @@ def _not_built(name: str) -> str:
     try:
         info = importlib.import_module(f"{__package__}._build_info")
     except ModuleNotFoundError:
-        return "the package is not installed (run `pip install .`; the source tree alone has no native modules)"
+        return _why_not_installed()
     return info.NOT_BUILT.get(name, "not part of this build")
+
+
+def _why_not_installed() -> str:
+    """The source tree has no native modules; Python finds it before an installed package when started inside it."""
+    import importlib.metadata
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parent
+    try:
+        found = importlib.metadata.distribution("pydflash").locate_file("pydflash")
+    except importlib.metadata.PackageNotFoundError:
+        found = here
+    if Path(str(found)).resolve() != here:
+        return f"this is the source tree in {here.parent}, not the installed package: start Python in another folder"
+    return "the package is not installed (run `pip install .`; the source tree alone has no native modules)"
 
 
 def backends() -> dict[str, Backend]:

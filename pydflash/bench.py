@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-sampling",
         choices=("auto", "on", "off"),
         default="auto",
-        help="at T > 0, sample the walk's drafts and accept them with the drafter's law (on), or take the best ones "
-        "(off); auto samples those of DFlash 2",
+        help="at T > 0, sample the drafts and accept them with the drafter's law (on), or take the best ones (off); "
+        "auto samples those of DFlash 2",
     )
     parser.add_argument(
         "--trees",

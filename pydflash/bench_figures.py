@@ -199,15 +199,16 @@ def comparisons(
         name: [] for name in ("acceptance", "speed", "walk_acceptance", "walk_speed")
     }
     for cell in cells:
-        walk, drafts = walks.get(cell.method, cell.method), any(a.accepted for a in cell.answers)
-        place = cell.prompts, cell.temperature
-        if walk != cell.method:
-            found["walk_acceptance"].append(compare_acceptance(cell, at[walk, *place]))
-            found["walk_speed"].append(compare_speed(cell, at[walk, *place]))
-        elif cell.method not in (first_drafter, plain) and drafts:
-            found["acceptance"].append(compare_acceptance(cell, at[first_drafter, *place]))
-        if cell.method != plain:
-            found["speed"].append(compare_speed(cell, at[plain, *place]))
+        if cell.method == plain:
+            continue
+        walk = at[walks.get(cell.method, cell.method), cell.prompts, cell.temperature]
+        if walk is not cell:
+            found["walk_acceptance"].append(compare_acceptance(cell, walk))
+            found["walk_speed"].append(compare_speed(cell, walk))
+        elif cell.method != first_drafter and any(a.accepted for a in cell.answers):
+            first = at[first_drafter, cell.prompts, cell.temperature]
+            found["acceptance"].append(compare_acceptance(cell, first))
+        found["speed"].append(compare_speed(cell, at[plain, cell.prompts, cell.temperature]))
     return found
 
 

@@ -121,7 +121,7 @@ def drafter_methods(
     """Our loop with each of `paths`, under its name. `options` are more keywords of `Speculator`.
 
     Those named in `argmax` have no selector: their drafts are each slot's best token, and so are not sampled unless
-    asked for. Only the walk can sample.
+    asked for. A Viterbi path is never sampled.
     """
     methods = {}
     for name, (drafter, path, num_nodes) in paths.items():
@@ -132,7 +132,7 @@ def drafter_methods(
             ends.tokenizer,
             path=path,
             num_nodes=num_nodes,
-            draft_sampling=sampling if path == "walk" else None,
+            draft_sampling=None if path == "viterbi" else sampling,
             **options,
         )
         methods[name] = speculator_method(spec, ends)

@@ -59,7 +59,7 @@ def plot(rows: Rows, path: Path) -> None:
             for panel, what in zip(panels, ("Acceptance length", "Speed"), strict=True):
                 panel.set_title(f"{what} by size of the tree, {drafter}, T = {temperature:g}")
             if column == 0:
-                panels[0].legend(handles=legend, loc="lower right", ncols=2, frameon=False, fontsize=9)
+                panels[0].legend(handles=legend, loc="lower center", ncols=4, frameon=False, fontsize=9)
     for axis in grid.flat:
         axis.grid(alpha=0.3, axis="y")
         axis.set_axisbelow(True)
@@ -94,7 +94,7 @@ def _tree_panels(axes: Sequence[Any], rows: Rows, drafter: str, plain: str) -> l
     lengths, speeds = axes
     lines = tree_lines(rows, drafter)
     reach = max((nodes_of(row) for line in lines.values() for row in line), default=1)
-    legend = []
+    legend: list[Any] = []
     for i, (name, line) in enumerate(lines.items()):
         whole = name == ALL or len(lines) == 1
         colour = "black" if whole else _SET_COLOURS[i % len(_SET_COLOURS)]
@@ -113,12 +113,11 @@ def _tree_panels(axes: Sequence[Any], rows: Rows, drafter: str, plain: str) -> l
     level = [r["tokens_per_second"] for r in rows if r["method"] == plain and (r["prompts"] == ALL or len(lines) == 1)]
     legend += [speeds.axhline(y, color=_BLACK, linewidth=1.2, linestyle=":", label=plain) for y in level]
     sizes = sorted({r["num_nodes"] for line in lines.values() for r in line if isinstance(r["num_nodes"], int)})
-    sizes = [size for size in sizes if size > reach * 0.08]  # smaller ones would run into the walk
+    sizes = [size for size in sizes if size > reach * 0.08] or [round(reach)]  # smaller ones would run into the walk
     for axis, what in ((lengths, "tokens per round"), (speeds, "tokens per second")):
         axis.set_xticks([0, *sizes], ["walk", *map(str, sizes)])
         axis.set(xlabel="drafts in the tree", ylabel=what)
-    lengths.set_ylim(bottom=1)
-    speeds.set_ylim(bottom=0)
+        axis.set_ylim(bottom=0)  # below the lines is room for the legend
     if any(row["num_nodes"] == "auto" for row in rows if row["drafter"] == drafter):
         legend += lengths.plot([], [], color=_BLACK, linewidth=0, label="auto, at its mean size", **_RING)
     return legend
@@ -149,7 +148,8 @@ def _slot_lines(axis: Any, rows: Rows, colours: dict[str, str]) -> None:
         if row["prompts"] == ALL or len(sets) == 1:
             shares = row["slot_acceptance"]
             axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, color=colours[row["method"]])
-    axis.set(xlabel="slot", ylabel="share of rounds that keep it", ylim=(0, 1))
+    label = "slot, or depth in a tree" if any(row["path"] == "tree" for row in rows) else "slot"
+    axis.set(xlabel=label, ylabel="share of rounds that keep it", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 

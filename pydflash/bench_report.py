@@ -47,7 +47,7 @@ def print_report(rows: Rows, compared: dict[str, list[dict[str, Any]]], plain: s
         console.print(f"acceptance length less that of {against}, prompt by prompt", markup=False)
         console.print(_difference_table(compared["acceptance"]))
     if compared["walk_acceptance"]:
-        console.print("against the walk of the same drafter, prompt by prompt: acceptance length less the walk's, speed")
+        console.print("against the walk of the same drafter, prompt by prompt: acceptance length, tokens per second")
         console.print(_difference_table(compared["walk_acceptance"], compared["walk_speed"]))
     for line in loop_warnings(rows):
         console.print(line, markup=False, soft_wrap=True)

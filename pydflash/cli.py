@@ -137,7 +137,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         ("fit", "train a drafter on records", "pydflash train fit MODEL --data records --out my-drafter"),
         (
             "toy",
-            "see all steps in two minutes, with a tiny target made on the spot; nothing is downloaded",
+            "see all steps in a few minutes, with a tiny target made on the spot; nothing is downloaded",
             "pydflash train toy --out toy",
         ),
     ):
@@ -161,6 +161,12 @@ def _add_decoding(command: argparse.ArgumentParser, max_new_tokens: int) -> None
     command.add_argument("--seed", type=int, metavar="N", help="makes sampling repeat")
     command.add_argument("--block-size", type=int, metavar="B", help="anchor + drafts; default: the drafter's")
     command.add_argument("--device", metavar="DEV", help="cpu, cuda, cuda:1, xpu; default: the best there is")
+    command.add_argument(
+        "--backend",
+        choices=("auto", "native", "reference"),
+        default="auto",
+        help="native: the compiled ops; reference: plain torch on any device; default: auto, which is native",
+    )
     command.add_argument(
         "--dtype", choices=_DTYPES, help="default: the model's own, or bfloat16 in the demo; float32 is exact"
     )
@@ -192,11 +198,13 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 def check_sources(**sources: str | None) -> None:
     """Refuse a path that is no folder, and switch off the loading bars where nothing has to be downloaded.
 
-    Anything of the form owner/name may be a hub id; that is for the hub to say.
+    Anything of the form owner/name may be a hub id; that is for the hub to say, unless `owner` is a folder here.
     """
     folders = {name: source is None or Path(source).is_dir() for name, source in sources.items()}
     for name, source in sources.items():
-        if not folders[name] and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source or ""):
+        owner, slash, _ = (source or "").partition("/")
+        is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source or "") and not (slash and Path(owner).is_dir())
+        if not folders[name] and not is_id:
             raise ValueError(f"{name} must be an existing folder or a hub id (owner/name), got {source!r}")
     if all(folders.values()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -219,6 +227,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         dtype=torch_dtype(arguments.dtype),
         block_size=arguments.block_size,
+        backend=arguments.backend,
         path=path,
         num_nodes=arguments.num_nodes,
     )

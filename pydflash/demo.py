@@ -30,9 +30,10 @@ def run_demo(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     dtype = getattr(torch, arguments.dtype)
     folder = ensure_smollm2(arguments.cache_dir, wheel=arguments.wheel)
-    plain = Speculator.from_pretrained(folder, None, device=arguments.device, dtype=dtype)
+    backend = arguments.backend
+    plain = Speculator.from_pretrained(folder, None, device=arguments.device, dtype=dtype, backend=backend)
     drafter, origin = pick_drafter(arguments.drafter, plain.target)
-    fast = Speculator(plain.target, drafter, plain.tokenizer, block_size=arguments.block_size)
+    fast = Speculator(plain.target, drafter, plain.tokenizer, block_size=arguments.block_size, backend=backend)
 
     prompt = arguments.prompt or _PROMPT
     console.print(f"[bold]target [/] SmolLM2-135M-Instruct, {arguments.dtype}, dequantised from 4-bit weights")

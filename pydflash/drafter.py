@@ -44,7 +44,7 @@ class Proposal(NamedTuple):
         candidates: [B, S-1, K] target ids per slot, best first.
         probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
         scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] without a selector.
-        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits, without a selector and where asked for.
+        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits / T, without a selector and where asked for.
     """
 
     tokens: Tensor
@@ -352,7 +352,7 @@ class Drafter(nn.Module):
         block_size: int | None = None,
         temperature: Tensor | float | None = None,
         seeds: Tensor | Sequence[int] | int = 0,
-        normalizers: bool = False,
+        normalizers: float = 0.0,
     ) -> Proposal:
         """Draft one block after each anchor, in one forward pass.
 
@@ -364,7 +364,8 @@ class Drafter(nn.Module):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws.
-            normalizers: Also fill `log_normalizers`, which the probabilities of independent slots need.
+            normalizers: Above 0, also fill `log_normalizers` at this temperature: what probabilities of independent
+                slots need.
 
         Returns: a `Proposal`.
 
@@ -395,8 +396,9 @@ class Drafter(nn.Module):
         )
         if self.d2t is not None:
             tokens, candidates = tokens + self.d2t[tokens], candidates + self.d2t[candidates]
-        known = normalizers and selector is None
-        return Proposal(tokens, candidates, probs, scores, logits.float().logsumexp(-1) if known else None)
+        known = normalizers > 0 and selector is None
+        log_normalizers = (logits.float() / normalizers).logsumexp(-1) if known else None
+        return Proposal(tokens, candidates, probs, scores, log_normalizers)
 
 
 def _stacked(linears: list[nn.Linear], first: int) -> tuple[Tensor, Tensor | None]:

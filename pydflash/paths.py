@@ -21,11 +21,20 @@ _TRIALS = 3
 
 
 class Block(NamedTuple):
-    """Slots to verify. tokens: [1, S], the anchor first; tree: their shape, None for a chain; deepest: longest path."""
+    """Slots to verify.
+
+    Attributes:
+        tokens: [1, S], the anchor first.
+        tree: Their shape, None for a chain.
+        deepest: Drafts on the longest path.
+        q: (ids [1, W, K], probs [1, W, K]), the law that the drafts of slots 1..W were drawn from one after the other,
+            or None where they were chosen.
+    """
 
     tokens: Tensor
     tree: Tree | None
     deepest: int
+    q: tuple[Tensor, Tensor] | None = None
 
 
 def lattice_nodes(slots: int, candidates: int) -> int:
@@ -77,20 +86,33 @@ class Paths:
         """Slots of the largest block, anchor included."""
         return 1 + (self.num_nodes if self.path == "tree" else self.slots)
 
-    def block(self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int) -> Block:
-        """The block after `anchors` [1] from the first `slots` drafting slots of a proposal."""
+    def block(
+        self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int, temperature: float = 1.0
+    ) -> Block:
+        """The block after `anchors` [1] from the first `slots` drafting slots of a proposal.
+
+        temperature: At which nodes and paths are weighed. A tree over drafts that were sampled has their walk as its
+        trunk: what was drawn from q may not be chosen after the fact.
+        """
+        q = None if proposal.probs is None else (proposal.candidates[:, :slots], proposal.probs[:, :slots])
         if self.path == "walk":
-            return Block(torch.cat([anchors[:, None], proposal.tokens[:, :slots]], 1), None, slots)
-        lattice = proposal.candidates[:, :slots], proposal.scores[:, :slots]
+            return Block(torch.cat([anchors[:, None], proposal.tokens[:, :slots]], 1), None, slots, q)
+        scores = proposal.scores[:, :slots]
+        lattice = proposal.candidates[:, :slots], scores if temperature == 1 else scores / temperature
         normalizers = None if proposal.log_normalizers is None else proposal.log_normalizers[:, :slots]
         if self.path == "viterbi":
             tokens, _ = ops.path_viterbi(*lattice, normalizers)
             return Block(torch.cat([anchors[:, None], tokens], 1), None, slots)
         nodes = min(self.num_nodes, lattice_nodes(slots, proposal.candidates.shape[-1]))
         tokens, *shape, log_probs = ops.path_tree(anchors, *lattice, nodes, normalizers)
-        keep = 1 + (self._best_size(log_probs[0]) if self.auto else nodes)
-        tree = Tree(*(x[:, :keep] for x in shape))
-        return Block(tokens[:, :keep], tree, int(tree.depths.max()))
+        if self.auto:
+            nodes = self._best_size(log_probs[0])
+        if q is not None:
+            trunk = proposal.tokens[:, : min(slots, nodes)]
+            tokens, *shape, _ = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
+            q = q[0][:, : trunk.shape[1]], q[1][:, : trunk.shape[1]]
+        tree = Tree(*(x[:, : nodes + 1] for x in shape))
+        return Block(tokens[:, : nodes + 1], tree, int(tree.depths.max()), q)
 
     def _best_size(self, log_probs: Tensor) -> int:
         """The number of nodes with the most expected tokens per second; a tree's first nodes are the smaller tree."""

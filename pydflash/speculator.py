@@ -57,8 +57,9 @@ class Speculator:
             most probable nodes, verified in one forward; for targets with attention only).
         num_nodes: Drafts in a tree, 1 to 63, or "auto" (the default) to choose by what verifying them takes.
         draft_sampling: At temperature > 0, whether drafts are sampled and accepted with the drafter's law q, or
-            are the best ones and accepted where the target draws the same token. Default: sampled for the walk of
-            DFlash 2, which is coherent; not for DFlash, whose slots know nothing of each other.
+            are the best ones and accepted where the target draws the same token. Default: sampled for DFlash 2,
+            whose walk is coherent; not for DFlash, whose slots know nothing of each other. A tree has the sampled
+            walk as its trunk.
         backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
 
     A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
@@ -160,13 +161,13 @@ class Speculator:
         config = self.drafter.config if self.drafter is not None else None
         candidates = min(config.selector_top_k or DEFAULT_CANDIDATES, config.draft_vocab_size) if config else 1
         paths = Paths(path, num_nodes, self.block_size - 1, candidates)
-        if path != "walk" and draft_sampling:
+        if path == "viterbi" and draft_sampling:
             raise ValueError(f"Speculator: draft_sampling must be off where path is {path!r}, got {draft_sampling!r}")
         if path == "tree":
             self.target.check_trees()
             if paths.auto:
                 paths.measure(self.target, self._draft_seconds())
-        walks = path == "walk" and config is not None and config.version == 2
+        walks = path != "viterbi" and config is not None and config.version == 2
         self.draft_sampling = walks if draft_sampling is None else draft_sampling
         return paths
 
@@ -344,7 +345,7 @@ class Speculator:
         request.target_cache = target.new_cache(1, capacity)
         prompt = torch.tensor([request.ids], device=target.device)
         out = target.prefill(prompt, request.target_cache)
-        _, _, bonus = self._accept(request, out, Block(prompt[:, -1:], None, 0), None)
+        _, _, bonus = self._accept(request, out, Block(prompt[:, -1:], None, 0))
         request.starts += 1
         if self.block_size > 1 and self.drafter is not None:
             request.context = self.drafter.new_cache(1, length + request.output.limit + self.block_size)
@@ -355,13 +356,13 @@ class Speculator:
         """Propose, verify, accept, commit."""
         target = self.target
         anchors = torch.tensor([request.ids[-1]], device=target.device)
-        block, proposal = Block(anchors[:, None], None, 0), None
+        block = Block(anchors[:, None], None, 0)
         slots = self._useful_slots(request)
         if request.context is not None and slots > 1:
             proposal = self._propose(request, anchors)
-            block = self._paths.block(self.ops, anchors, proposal, slots - 1)
+            block = self._paths.block(self.ops, anchors, proposal, slots - 1, request.params.temperature or 1.0)
         out = target.verify(block.tokens, request.target_cache, block.tree)
-        index, num_accepted, bonus = self._accept(request, out, block, proposal)
+        index, num_accepted, bonus = self._accept(request, out, block)
         target.commit(request.target_cache, index, num_accepted)
         kept = index[0, : int(num_accepted) + 1].long()
         if out.features is not None:
@@ -391,23 +392,17 @@ class Speculator:
             block_size=self.block_size,
             temperature=request.params.temperature if sampled else None,
             seeds=request.seeds,
-            **({"normalizers": True} if self._paths.path != "walk" else {}),
+            **({"normalizers": request.params.temperature or 1.0} if self._paths.path != "walk" else {}),
         )
 
-    def _accept(
-        self, request: Request, out: TargetOutput, block: Block, proposal: Proposal | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q = None
-        if proposal is not None and proposal.probs is not None:
-            drafted = block.tokens.shape[1] - 1
-            q = (proposal.candidates[:, :drafted], proposal.probs[:, :drafted])
+    def _accept(self, request: Request, out: TargetOutput, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         params = request.params
         parents = None if block.tree is None else block.tree.parents
         return self.ops.reject_sample(
             request.process(out.logits, block.tokens, parents),
             block.tokens,
             parents,
-            q,
+            block.q,
             params.temperature,
             params.top_k,
             params.top_p,

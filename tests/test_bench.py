@@ -15,7 +15,7 @@ from pairs import build_drafter
 from tiny_models import TINY
 from tiny_tokenizer import VOCAB, save_tokenizer
 
-from pydflash import bench, bench_methods, bench_report, cli
+from pydflash import bench, bench_checks, bench_methods, bench_report, cli
 from pydflash.bench_methods import Answer
 from pydflash.config import DrafterConfig
 from pydflash.drafter import Drafter
@@ -91,15 +91,63 @@ def test_bench_end_to_end(pair: tuple[Path, Path], tmp_path: Path, capsys: pytes
     assert "prompt by prompt" in out
 
 
+def test_trees_end_to_end(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_json, png = tmp_path / "b.json", tmp_path / "b.png"
+    asked = ("--trees", "2, 9,auto", "--viterbi", "--argmax", "--draft-sampling", "off", "--temperatures", "0,1")
+    asked += ("--num-prompts", "1", "--max-new-tokens", "6")
+    assert run(pair, *asked, "--json", out_json, "--png", png) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out_json.read_text())
+    names = ["", " viterbi", " tree 2", " tree 9", " tree auto"]
+    ways = [("walk", None), ("viterbi", None), ("tree", 2), ("tree", 9), ("tree", "auto")]
+    ours = {d + name: (d, *way) for d in ("d", "d, argmax") for name, way in zip(names, ways, strict=True)}
+    rows = {(r["temperature"], r["prompts"], r["method"]): r for r in report["rows"]}
+    places = [(t, p) for t in (0, 1) for p in ("one", "two", "all")]
+    assert list(rows) == [(t, p, m) for t, p in places for m in ("plain", *ours)]
+    for (t, p, method), row in rows.items():
+        drafter, path, nodes = ours.get(method, (None, None, None))
+        assert (row["drafter"], row["path"], row["num_nodes"]) == (drafter, path, nodes)
+        # Drafts are chosen, not sampled: a seed has one text, whatever is verified.
+        texts = [[(a["tokens"], a["longest_loop"]) for a in r["per_request"]] for r in (row, rows[t, p, "plain"])]
+        assert texts[0] == texts[1]
+        if row["requests"] and method != "plain":
+            assert 3 <= row["num_verified"] <= 63 if nodes == "auto" else row["num_verified"] == (nodes or 3)
+            assert len(row["slot_acceptance"]) <= 3
+    want = [(t, p, m, d) for t, p in places for m, (d, path, _) in ours.items() if path != "walk"]
+    for key in ("walk_acceptance", "walk_speed"):
+        assert [(c["temperature"], c["prompts"], c["method"], c["against"]) for c in report[key]] == want
+    assert {c["method"] for c in report["acceptance"]} <= {"d, argmax"}
+    assert {c["method"] for c in report["speed"]} == set(ours)
+    assert "drafts" in out
+    assert "against the walk of the same drafter, prompt by prompt" in out
+    assert max(map(len, out.split("warning")[0].splitlines())) <= bench_report.WIDTH
+    assert int.from_bytes(png.read_bytes()[16:20], "big") == 1200
+
+
+def test_a_target_that_refuses_trees_ends_the_run_at_once(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TINY["lfm2"](vocab_size=VOCAB).save_pretrained(tmp_path / "target")
+    save_tokenizer(tmp_path / "target")
+    (tmp_path / "one.txt").write_text("hello\n")
+    argv = ("--drafter", f"f={pair[1]}", "--max-new-tokens", 2, "--temperatures", "0")
+    assert run((tmp_path / "target", pair[1]), *argv, "--viterbi", prompts=["one"]) == 0
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured"))
+    assert run((tmp_path / "target", pair[1]), *argv, "--trees", "auto", prompts=["one"]) == 2
+    err = capsys.readouterr().err
+    assert "Target: Lfm2ForCausalLM must have attention that takes a tree of slots exactly (path='tree'), got" in err
+
+
 def test_options_reach_the_speculators(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[bool, bool, bool, int]] = []
+    made: list[tuple[Any, ...]] = []
     real = bench_methods.Speculator
 
     class Spy(real):  # type: ignore[misc, valid-type]
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
             selector = self.drafter.candidate_selector is not None  # type: ignore[union-attr]
-            made.append((selector, self.draft_sampling, self._backend == "reference", self.block_size))
+            paths = (self._paths.path, self._paths.num_nodes)
+            made.append((selector, self.draft_sampling, self._backend == "reference", self.block_size, *paths))
 
     monkeypatch.setattr(bench_methods, "Speculator", Spy)
     quick = ("--temperatures", "0", "--num-prompts", 1, "--max-new-tokens", 2)
@@ -108,15 +156,19 @@ def test_options_reach_the_speculators(pair: tuple[Path, Path], monkeypatch: pyt
         ("--draft-sampling", "off", "--block-size", "2"),
         ("--draft-sampling", "on", "--argmax", "--backend", "reference"),
         ("--argmax",),
+        ("--draft-sampling", "on", "--viterbi", "--trees", "5"),
     ):
         assert run(pair, *quick, *extra, prompts=["one"]) == 0
     assert made == [
-        (True, True, False, 4),
-        (True, False, False, 2),
-        (True, True, True, 4),
-        (False, True, True, 4),
-        (True, True, False, 4),
-        (False, False, False, 4),
+        (True, True, False, 4, "walk", 0),
+        (True, False, False, 2, "walk", 0),
+        (True, True, True, 4, "walk", 0),
+        (False, True, True, 4, "walk", 0),
+        (True, True, False, 4, "walk", 0),
+        (False, False, False, 4, "walk", 0),
+        (True, True, False, 4, "walk", 0),
+        (True, False, False, 4, "viterbi", 0),
+        (True, True, False, 4, "tree", 5),
     ]
 
 
@@ -186,6 +238,20 @@ def test_interrupted_at_once(
         (["--temperatures", "warm"], "--temperatures must be"),
         (["--peers", "eagle"], "--peers must be among transformers, lookup, dflash, each once, got 'eagle'"),
         (["--peers", "lookup,lookup"], "--peers must be among"),
+        (["--trees", "0"], "--trees must be different numbers of drafts from 1 to 63, or auto, separated by commas"),
+        (["--trees", "64"], "--trees must be"),
+        (["--trees", "15,31,15"], "or auto, separated by commas, got '15,31,15'"),
+        (["--trees", "auto,auto"], "--trees must be"),
+        (["--trees", "all"], "--trees must be"),
+        (["--trees", "7.5"], "--trees must be"),
+        (["--trees", "-3"], "--trees must be"),
+        (["--trees", ""], "--trees must be"),
+        (["--trees", "7,"], "--trees must be"),
+        (["--trees", "5", "--block-size", "2"], "num_nodes must be 'auto' or 1 to 4 (1 slots of 4 candidates), got 5"),
+        (["--trees", "auto", "--block-size", "1"], "--block-size must be at least 2 with --trees or --viterbi, got 1"),
+        (["--viterbi", "--block-size", "1"], "--block-size must be at least 2 with --trees or --viterbi, got 1"),
+        (["--trees", "5", "--drafter", "d tree 5={drafter}"], "names of their own, got 'd tree 5' for two rows"),
+        (["--viterbi", "--drafter", "d viterbi={drafter}"], "names of their own, got 'd viterbi' for two rows"),
         (["--json", "none/b.json"], "--json must be in a folder that exists, got 'none/b.json'"),
         (["--json", "{folder}"], "--json must be a file, got the folder"),
         (["--png", "b.pdf"], "--png must end in .png, got 'b.pdf'"),
@@ -222,14 +288,14 @@ def test_argmax_needs_a_selector(pair: tuple[Path, Path], tmp_path: Path, capsys
 def test_names_of_sources(tmp_path: Path) -> None:
     (tmp_path / "a=b.txt").touch()
     odd = str(tmp_path / "a=b.txt")
-    got = bench.named("--prompts", ["x=f.txt", "z-lab/f.jsonl", odd], lambda path: path.stem, ())
+    got = bench_checks.named("--prompts", ["x=f.txt", "z-lab/f.jsonl", odd], lambda path: path.stem, ())
     assert got == {"x": "f.txt", "f": "z-lab/f.jsonl", "a=b": odd}
 
 
 def test_png_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--png needs matplotlib"):
-        bench.check_outputs(None, tmp_path / "b.png")
+        bench_checks.check_outputs(None, tmp_path / "b.png")
 
 
 def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:

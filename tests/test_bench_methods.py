@@ -12,7 +12,7 @@ from pairs import VOCAB as PAIR_VOCAB
 from pairs import build_drafter, fit, fitted_prompts
 from tiny_models import TINY
 
-from pydflash import bench, bench_methods
+from pydflash import bench_checks, bench_methods
 from pydflash.bench_methods import Answer, Ends
 from pydflash.drafter import Drafter
 from pydflash.speculator import Speculator
@@ -72,7 +72,8 @@ def test_lookup_rounds_are_those_of_its_forwards(
     assert len(out.accepted) == len(out.drafted) == len(rows) - 1
     first = 24 - sum(out.accepted) - len(out.accepted)  # what the prefill brought, which belongs to no round
     assert 1 <= first <= 5
-    assert out.drafted[:-1] == [n - 1 for n in rows[1:-1]]
+    assert out.verified == [n - 1 for n in rows[1:]]
+    assert out.drafted == [*out.verified[:-1], out.accepted[-1]]
     assert all(n <= m for n, m in zip(out.accepted, out.drafted, strict=True))
     if temperature == 0:
         assert out.ids == plain_ids(target, prompt[:-15], 24)
@@ -84,7 +85,7 @@ def test_transformers_row_is_its_generate(fitted: tuple[Target, Drafter]) -> Non
     prompt = fitted_prompts()[2].tolist()
     whole = plain_ids(target, prompt, 20)
     method = bench_methods.transformers_method(target, NO_END)
-    assert method(prompt, 0.0, 0, 20) == Answer(whole, [], [])
+    assert method(prompt, 0.0, 0, 20) == Answer(whole, [], [], [])
     stop = next(t for i, t in enumerate(whole) if i > 3 and t not in whole[:i])
     ended = bench_methods.transformers_method(target, Ends([stop], [], None))(prompt, 0.0, 0, 20)
     assert ended.ids == whole[: whole.index(stop) + 1]
@@ -129,6 +130,36 @@ def test_our_row_ignores_filters_of_the_generation_config(fitted: tuple[Target, 
         assert [method([1, 2, 3], 5.0, seed, 12).ids for seed in range(3)] == free
     finally:
         target.model.generation_config.top_k = None
+
+
+def test_paths_of_each_drafter() -> None:
+    got = bench_methods.draft_paths(["a", "b"], [15, "auto"], True)
+    assert list(got) == [d + row for d in "ab" for row in ("", " viterbi", " tree 15", " tree auto")]
+    assert list(got.values())[4:] == [
+        ("b", "walk", None),
+        ("b", "viterbi", None),
+        ("b", "tree", 15),
+        ("b", "tree", "auto"),
+    ]
+    assert list(bench_methods.draft_paths(["a"], [], False).values()) == [("a", "walk", None)]
+
+
+def test_trees_keep_more_of_the_same_text(fitted: tuple[Target, Drafter]) -> None:
+    target, drafter = fitted
+    paths = bench_methods.draft_paths(["d"], [15, 31, "auto"], True)
+    methods = bench_methods.drafter_methods(target, {"d": drafter}, paths, NO_END)
+    rounds = dict.fromkeys(methods, 0)
+    for number, prompt in enumerate(fitted_prompts()[:3].tolist()):
+        whole = plain_ids(target, prompt, 30)
+        for name, method in methods.items():
+            got, nodes = method(prompt, 0.0, number, 30), paths[name].num_nodes
+            assert got.ids == whole
+            assert len(got.accepted) == len(got.drafted) == len(got.verified)
+            assert all(n <= m <= 3 for n, m in zip(got.accepted, got.drafted, strict=True))
+            assert set(got.verified) <= ({3, 15, 31, 63} if nodes == "auto" else {nodes or 3})
+            rounds[name] += len(got.accepted)
+    assert rounds["d tree 31"] <= rounds["d tree 15"] < 0.9 * rounds["d"]
+    assert max(rounds.values()) < 3 * 29
 
 
 @needs_official
@@ -186,5 +217,5 @@ def test_missing_peers_are_named_or_refused(fitted: tuple[Target, Drafter], monk
         bench_methods.add_peers({}, ["lookup"], target, {"d": drafter}, NO_END, prompt)
     assert bench_methods.add_peers({}, [], target, {"d": drafter}, NO_END, prompt) == {}
     with pytest.raises(ValueError, match="--peers must be installed, got dflash"):
-        bench.parse_peers("dflash")
+        bench_checks.parse_peers("dflash")
     assert bench_methods.official_name("d", ["d", "e"]) == "official dflash, d"

@@ -143,7 +143,8 @@ def test_every_sampling_option_reaches_the_stream(
     argv = "generate t --drafter d p --max-new-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3"
     argv += " --stop X --stop Y --block-size 5 --device cpu --dtype float16"
     assert run(capsys, *argv.split())[0] == 0
-    loop = {"device": "cpu", "dtype": torch.float16, "block_size": 5, "path": "walk", "num_nodes": None}
+    loop = {"device": "cpu", "dtype": torch.float16, "block_size": 5, "backend": "auto", "path": "walk"}
+    loop |= {"num_nodes": None}
     assert made == [(("t", "d"), loop)]
     assert calls == [
         {
@@ -159,7 +160,7 @@ def test_every_sampling_option_reaches_the_stream(
         }
     ]
     run(capsys, "generate", "t", "--plain", "p")
-    assert made[1] == (("t", None), dict.fromkeys(loop) | {"path": "walk"})
+    assert made[1] == (("t", None), dict.fromkeys(loop) | {"path": "walk", "backend": "auto"})
     assert {name for name, value in calls[1].items() if value} == {"max_new_tokens"}
     for options, path, nodes in (
         ("--num-nodes 7", "tree", 7),

@@ -155,7 +155,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match=r"commit: index must be \[1, 3\] .*got \[1, 4\] and \[1\]"):
         target.commit(cache, *chain(1, 4))
     tree = torch.tensor([[0, 2, -1]], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"commit: index must be a chain .*got \[0, 2, -1\] with num_accepted 1"):
+    with pytest.raises(ValueError, match=r"commit: index must be the chain .*got \[0, 2, -1\] with num_accepted 1"):
         target.commit(cache, tree, torch.tensor([1], dtype=torch.int32))
     target.commit(cache, *chain(2, 3))
     assert cache.length == 2

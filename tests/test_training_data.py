@@ -85,6 +85,9 @@ def test_prompt_files(tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text(content)
         with pytest.raises(ValueError, match=message):
             read_prompts(tmp_path / "bad.jsonl")
+    with pytest.raises(ValueError, match=r"must come from an existing file, got .*a\.csv"):
+        read_prompts(tmp_path / "a.csv")
+    (tmp_path / "a.csv").touch()
     with pytest.raises(ValueError, match=r"must end in \.txt"):
         read_prompts(tmp_path / "a.csv")
 
@@ -94,6 +97,7 @@ def test_parquet_files(tmp_path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
+        (tmp_path / "a.parquet").touch()
         with pytest.raises(ImportError, match=r"needs pyarrow"):
             read_prompts(tmp_path / "a.parquet")
         return

@@ -137,7 +137,7 @@ class AnyTrees:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def block(self, ops: Any, anchors: torch.Tensor, proposal: Any, slots: int) -> Block:
+    def block(self, ops: Any, anchors: torch.Tensor, proposal: Any, slots: int, temperature: float) -> Block:
         parents = random_parents(self.draw, self.draw.randrange(1, 30), slots)
         tree = tree_of(parents)
         tokens = [int(anchors)]
@@ -155,10 +155,11 @@ def test_the_text_for_a_seed_is_that_of_plain_decoding(version: int, temperature
     model, drafter = fitted(version)
     plain = Speculator(model, None)
     options: dict[str, Any] = {"temperature": temperature, "seed": 3, "top_k": 40, "top_p": 0.98} if temperature else {}
-    trees = [Speculator(model, drafter, path="tree", num_nodes=n) for n in (1, 5, 12, 63)]
+    make = functools.partial(Speculator, model, drafter, path="tree", draft_sampling=False)
+    trees = [make(num_nodes=n) for n in (1, 5, 12, 63)]
     trees.append(Speculator(model, drafter, path="viterbi"))
     for seed in range(3):
-        trees.append(Speculator(model, drafter, path="tree", num_nodes=1))
+        trees.append(make(num_nodes=1))
         trees[-1]._paths = AnyTrees(seed)  # type: ignore[assignment]
     means = []
     for spec in trees:
@@ -170,6 +171,29 @@ def test_the_text_for_a_seed_is_that_of_plain_decoding(version: int, temperature
         means.append(sum(accepted) / len(accepted))
     assert means[0] < means[1] < means[3]  # more nodes, more drafts kept
     assert min(means) > 0
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 40])
+def test_sampled_drafts_are_the_trunk_of_the_tree(nodes: int) -> None:
+    model, drafter = fitted(2)
+    spec = Speculator(model, drafter, path="tree", num_nodes=nodes)
+    walk = Speculator(model, drafter)
+    assert spec.draft_sampling
+    kept = {"walk": 0.0, "tree": 0.0}
+    for seed in range(30):
+        options: dict[str, Any] = {"temperature": 0.8, "seed": seed, "stop_token_ids": [], "return_proposals": True}
+        one, other = (s.generate(fitted_prompts()[seed % 4], 20, **options).stats for s in (walk, spec))
+        kept["walk"] += sum(one.num_accepted) / one.rounds
+        kept["tree"] += sum(other.num_accepted) / other.rounds
+        assert one.proposals is not None
+        assert other.proposals is not None
+        tokens, parents = other.proposals[0]
+        trunk = min(3, nodes)
+        assert tokens[: trunk + 1] == one.proposals[0][: trunk + 1]  # the same draws in the same place
+        assert parents[: trunk + 1] == [-1, *range(trunk)]
+        assert len(tokens) == nodes + 1
+    if nodes > 3:
+        assert kept["tree"] > 1.1 * kept["walk"]
 
 
 def test_statistics_and_proposals_of_a_tree() -> None:
@@ -252,7 +276,7 @@ def test_auto_is_the_default_and_exact() -> None:
         ({"path": "tree", "num_nodes": 64}, "num_nodes must be 'auto' or 1 to 63 .* got 64"),
         ({"path": "tree", "num_nodes": True}, "num_nodes must be 'auto' or 1 to 63 .* got True"),
         ({"path": "tree", "num_nodes": 3, "block_size": 1}, "num_nodes must be 'auto' or 1 to 0"),
-        ({"path": "tree", "draft_sampling": True}, "draft_sampling must be off where path is 'tree', got True"),
+        ({"path": "viterbi", "draft_sampling": True}, "draft_sampling must be off where path is 'viterbi', got True"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:

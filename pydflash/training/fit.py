@@ -188,6 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `pydflash train fit`."""
+    records = JoinedRecords(arguments.data)
     device = arguments.device
     if device is None and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         device = f"cuda:{os.environ['LOCAL_RANK']}"  # started by torchrun: a GPU for each process
@@ -198,7 +199,6 @@ def run(arguments: argparse.Namespace) -> int:
     precision = arguments.precision or ("no" if target.device.type == "cpu" else "bf16")
     drafter = build_drafter(arguments, target).to(target.device)
     target = Target(target.model, drafter.config.target_layer_ids)
-    records = JoinedRecords(arguments.data)
     settings = {name: getattr(arguments, name) for name in TrainConfig.__dataclass_fields__ if hasattr(arguments, name)}
     objective = {name: getattr(arguments, name) for name in ObjectiveConfig.__dataclass_fields__}
     trainer = Trainer(

@@ -47,7 +47,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     Raises: ValueError naming the file and the record for anything else.
     """
-    path = Path(path)
+    path = _existing(path)
     if path.suffix == ".txt":
         return [Prompt((line.strip(),)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [_prompt(record, f"{path}, record {number}") for number, record in _records(path)]
@@ -55,10 +55,17 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def read_texts(path: str | Path) -> list[str]:
     """Every text of a file: lines of `.txt`, and all strings, at any depth, of the records of the other formats."""
-    path = Path(path)
+    path = _existing(path)
     if path.suffix == ".txt":
         return path.read_text(encoding="utf-8").splitlines()
     return [text for _, record in _records(path) for text in _strings(record)]
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"training data: prompts must come from an existing file, got {path}")
+    return path
 
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
