@@ -5,7 +5,7 @@ is here and in `target_cache.py`; the layers that feed the drafter are found by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from .target_probe import rollback_fault, tree_fault
+from .target_probe import PROBE_TOKENS, rollback_fault, tree_fault
 from .tree import Tree, accepted_slots
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Target:
         limit = getattr(self._text_config, "max_position_embeddings", None)
         self.max_length: int | None = limit if isinstance(limit, int) and limit > 0 else None
         self._rope_switch = self._find_rope_switch()
+        self._tree_masks: Callable[[int, Tree], Any] | None = None
         self._probe()
 
     @classmethod
@@ -149,6 +150,8 @@ class Target:
 
         self._check_tokens("verify", tokens, cache, None if tree is None else int(tree.depths.max()) + 1)
         snapshot = cache.snapshot() if cache.recurrent and tokens.shape[1] > 1 else []
+        if tree is not None and self._tree_masks is None:
+            raise ValueError("verify: tree must come after check_trees() has passed, got one before")
         output = self._run_block(tokens, cache) if tree is None else self._forward(tokens, cache, tree=tree)
         cache.block = VerifiedBlock(tokens, snapshot, tree is not None)
         return output
@@ -232,7 +235,7 @@ class Target:
         start = cache.length
         if tree is not None:
             arguments["position_ids"] = start + tree.depths.long()
-            arguments["attention_mask"] = self._tree_masks(start, tree)
+            arguments["attention_mask"] = self._tree_masks(start, tree) if self._tree_masks else None
         elif self._takes_positions:
             arguments["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device)[None]
         if last_only and self._takes_logits_to_keep:
@@ -397,12 +400,14 @@ class Target:
         fault = "layers whose state follows one path" if "stateful" in self._plan else None
         fault = fault or ("RoPE that changes with the length" if self._rope_switch is not None else None)
         fault = fault or (None if self._takes_positions else "a forward without `position_ids`")
+        if (self.max_length or PROBE_TOKENS) < PROBE_TOKENS:
+            fault = fault or f"a context of {self.max_length} positions, too short to try a tree"
         if fault is None:
             from .target_tree import TreeMasks
 
             try:
                 self._tree_masks = TreeMasks(self._text_config, self.dtype).build
-                fault = tree_fault(self, self._trial_ids(16))
+                fault = tree_fault(self, self._trial_ids(PROBE_TOKENS))
             except ValueError as error:
                 fault = str(error)
         if fault is not None:

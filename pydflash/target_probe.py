@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # two branches with siblings; the path 0, 2, 5 leaves gaps
 _PATH = (0, 2, 5)
+PROBE_TOKENS = 13
 
 
 def rollback_fault(target: Target, ids: Tensor, expected: Tensor) -> str | None:
@@ -40,7 +41,7 @@ def rollback_fault(target: Target, ids: Tensor, expected: Tensor) -> str | None:
 def tree_fault(target: Target, ids: Tensor) -> str | None:
     """A tree after a few tokens, and a chain after one of its paths: the logits must be those of plain forwards.
 
-    ids: [1, 13] or more. Returns: what is wrong, or None.
+    ids: [1, PROBE_TOKENS]. Returns: what is wrong, or None.
     """
     context, slots, after = ids[:, :3], ids[:, 3:11], ids[:, 11:13]
     parents = list(_PARENTS)

@@ -20,6 +20,12 @@ class TreeMasks:
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        # These count slots of the block where a tree needs positions; a short trial would not see it.
+        scaled = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [1]))
+        for name in ("window_size", "attention_types", "attention_layers"):
+            scaled = scaled or getattr(config, name, None) is not None
+        if scaled:
+            raise ValueError("attention that depends on the place in the block (attn_temperature_tuning or local bias)")
         types = tuple(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         if not types:

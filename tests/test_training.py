@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import operator
 from pathlib import Path
 from typing import Any
@@ -241,8 +242,12 @@ def test_new_drafters() -> None:
         for d in (first, second)
     ]
     assert blocks[0] == blocks[1]
-    with pytest.raises(ValueError, match=r"backbones must be equal, got different \['fc.weight'"):
+    with pytest.raises(ValueError, match=r"warm_start: target_layer_ids must be that of .*, got \(1, 3\)"):
         warm_start(second, Drafter(drafter_config(target, 96, version=1, num_layers=3)))
+    with pytest.raises(ValueError, match=r"warm_start: mask_token_id must be that of .* 95, got 96"):
+        warm_start(second, Drafter(drafter_config(target, 95, version=1, num_layers=2)))
+    with pytest.raises(ValueError, match=r"backbones must be equal, got different \['layers.0.down_proj"):
+        warm_start(second, Drafter(drafter_config(target, 96, version=1, num_layers=2, intermediate_size=24)))
 
 
 def records_of(model: torch.nn.Module, count: int = 24) -> list[tuple[torch.Tensor, int]]:
@@ -295,6 +300,70 @@ def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"other settings .*lr"):
         trained(tmp_path / "halves", model, records, 99, accumulation=accumulation, lr=1e-3).fit(progress=False)
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("matplotlib")
+    model = TINY["qwen3"](num_hidden_layers=6)
+    records = records_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, model, records, 3).fit(progress=False)
+    other = TINY["qwen3"](num_hidden_layers=6, seed=1)
+    for changed, name in (
+        (trained(tmp_path, other, records, 99), "target"),
+        (trained(tmp_path, model, records_of(other), 99), "data"),
+    ):
+        with pytest.raises(ValueError, match=f"made with other settings .*{name}"):
+            changed.fit(progress=False)
+    trainer = trained(tmp_path, model, records, 99)
+    trainer._identity["drafter"] |= {"sliding_window": 5}
+    with pytest.raises(ValueError, match=r"made with other settings .*drafter"):
+        trainer.fit(progress=False)
+    trained(tmp_path, model, records, 99).fit(progress=False)
+    finished = tmp_path / "finished"
+    trained(finished, model, records, 99, max_steps=1).fit(progress=False)
+    with pytest.raises(ValueError, match=r"out must be a new folder or one with checkpoints, got .* with "):
+        trained(finished, model, records, 99, max_steps=1).fit(progress=False)
+
+
+def test_clipping_and_accumulation_act(tmp_path: Path) -> None:
+    """Micro-steps add up to the mean of their losses, and no gradient is longer than the clip allows."""
+    pytest.importorskip("accelerate")
+    model = TINY["qwen3"](num_hidden_layers=6)
+    trainer = trained(tmp_path, model, records_of(model), 99, clip=1e-3, accumulation=2, batch_size=2)
+    losses: list[float] = []
+    added: list[float] = []
+    norms: list[float] = []
+    module, backward, clip = trainer.module, trainer.accelerator.backward, trainer.accelerator.clip_grad_norm_
+
+    def forward(*args: Any) -> Any:
+        loss, sums = module(*args)
+        losses.append(float(loss))
+        return loss, sums
+
+    def clip_and_look(*args: Any) -> Any:
+        found = clip(*args)
+        gradients = [p.grad.flatten() for p in trainer.drafter.parameters() if p.grad is not None]
+        norms.append(float(torch.cat(gradients).norm()))
+        return found
+
+    trainer.module = forward
+    trainer.accelerator.backward = lambda loss: (added.append(float(loss)), backward(loss))
+    trainer.accelerator.clip_grad_norm_ = clip_and_look
+    trainer._train_step(list(range(4)))
+    assert added == [pytest.approx(x / 2) for x in losses]
+    assert len(losses) == 2
+    assert losses[0] != losses[1]
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def test_padding_stays_inside_a_table_of_positions() -> None:
+    target = Target(TINY["gpt2"](num_hidden_layers=4, max_position_embeddings=40), [0])
+    records = [(torch.arange(5, 35), 4)]
+    padded = pad_records(records, limit=target.max_length)
+    assert padded.ids.shape == (1, 40)
+    assert FeatureSource(target).batch([0], padded).features.shape[:2] == (1, 40)
 
 
 def test_plan_uses_every_record_once_and_changes_by_epoch() -> None:
@@ -372,6 +441,11 @@ def test_bootstrap_covers_the_mean() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="distillation must be 0 to 1, got 2"):
         ObjectiveConfig(distillation=2)
+    for wrong in ({"lr": math.nan}, {"clip": math.inf}, {"warmup": 1.0}, {"max_steps": -1}, {"time_limit": -5.0}):
+        with pytest.raises(ValueError, match=f"training: {next(iter(wrong))} must be"):
+            TrainConfig(out=Path("x"), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gamma must be above 0, got 0"):
+        ObjectiveConfig(gamma=0)
     with pytest.raises(ValueError, match="precision must be 'bf16' or 'no', got 'fp8'"):
         TrainConfig(out=Path("x"), precision="fp8")
 

@@ -79,7 +79,7 @@ def decode(target: Target, ids: torch.Tensor, text: list[int], fill: Fill, seed:
 @pytest.mark.parametrize("name", TINY)
 def test_greedy_text_under_any_tree(name: str) -> None:
     target = target_of(name)
-    if name in RECURRENT:
+    if name in (*RECURRENT, *SLOTS_COUNT):
         with pytest.raises(ValueError, match=f"{type(target.model).__name__} must have attention that takes a tree"):
             target.check_trees()
         return
@@ -97,12 +97,20 @@ def logits_of(target: Target, ids: list[int]) -> torch.Tensor:
     return target.verify(torch.tensor([ids]), target.new_cache(1, len(ids))).logits[0]
 
 
+SLOTS_COUNT = ("llama4",)  # attn_temperature_tuning in layers without RoPE counts slots of the block
+
+
+@functools.cache
+def windowed(name: str) -> Target:
+    return Target(TINY["llama4"](attn_temperature_tuning=False) if name == "llama4" else TINY[name](), (2, 0))
+
+
 @pytest.mark.parametrize("name", ["gemma2", "llama4", "mistral"])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 40), context=st.integers(1, 30))
 def test_every_slot_sees_its_own_path_only(name: str, seed: int, nodes: int, context: int) -> None:
     """Windows of 8 and chunks are crossed at every offset; rows equal plain forwards over each slot's path."""
-    draw, target = random.Random(seed), target_of(name)
+    draw, target = random.Random(seed), windowed(name)
     target.check_trees()
     parents = random_parents(draw, nodes, 12)
     before = [draw.randrange(VOCAB) for _ in range(context)]
@@ -219,6 +227,32 @@ def test_statistics_and_proposals_of_a_tree() -> None:
         at += kept + 1
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_round_drafts_from_the_committed_context(version: int) -> None:
+    """The tree of each round is the one of a fresh drafter that was told the features of the text alone."""
+    model, drafter = fitted(version)
+    target = Target(model, drafter.config.target_layer_ids)
+    prompt = fitted_prompts()[2]
+    out = Speculator(target, drafter, path="tree", num_nodes=14).generate(
+        prompt, 30, stop_token_ids=[], return_proposals=True
+    )
+    text = torch.cat([prompt, torch.tensor(out.token_ids)])
+    assert out.stats.proposals is not None
+    assert max(out.stats.num_accepted) >= 1
+    at = len(prompt)
+    for (tokens, parents), kept in zip(out.stats.proposals, out.stats.num_accepted, strict=True):
+        features = target.prefill(text[None, :at], target.new_cache(1, 64)).features
+        cache = drafter.new_cache(1, 64)
+        with torch.no_grad():
+            drafter.append_context(features, cache)
+            found = drafter.propose(
+                text[at : at + 1], cache, embed=target.embed_weight, head=target.head, block_size=4, normalizers=1.0
+            )
+        want = drafter.ops.path_tree(text[at : at + 1], found.candidates, found.scores, 14, found.log_normalizers)
+        assert (tokens, parents) == (want[0][0].tolist(), want[1][0].tolist())
+        at += kept + 1
+
+
 def test_logits_processors_see_the_path_of_their_row() -> None:
     """A processor that forbids every token seen before gives the text of plain decoding under it."""
 
@@ -286,6 +320,27 @@ def test_what_does_not_go_together(options: dict[str, Any], message: str) -> Non
     if "path" in options and options["path"] != "beam":
         with pytest.raises(ValueError, match=r"where drafter is None|must be None|must be .auto."):
             Speculator(model, None, **options)
+
+
+def test_what_the_trial_cannot_see_is_refused() -> None:
+    with pytest.raises(ValueError, match="depends on the place in the block"):
+        Target(TINY["llama4"]()).check_trees()
+    with pytest.raises(ValueError, match="a context of 12 positions, too short to try a tree"):
+        Target(TINY["qwen3"](max_position_embeddings=12)).check_trees()
+    target = Target(TINY["qwen3"]())
+    cache = target.new_cache(1, 8)
+    with pytest.raises(ValueError, match=r"verify: tree must come after check_trees\(\) has passed"):
+        target.verify(torch.tensor([[1, 2]]), cache, tree_of([-1, 0]))
+
+
+def test_measured_costs_hold_the_drafter_and_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, target = Paths("tree", "auto", 3, 4), target_of("qwen3")
+    target.check_trees()
+    caches = []
+    monkeypatch.setattr(target, "new_cache", lambda *a: caches.append(Target.new_cache(target, *a)) or caches[-1])
+    paths.measure(target, 5.0)
+    assert all(5 < seconds < 15 for seconds in paths.costs.values())
+    assert caches[0].length == 64  # what was verified is not kept
 
 
 def test_lattices_hold_so_many_nodes() -> None:

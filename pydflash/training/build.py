@@ -101,11 +101,28 @@ def initialise(drafter: Drafter, seed: int = 0, std: float = 0.02) -> Drafter:
     return drafter
 
 
+_SAME_FORWARD = (
+    "target_layer_ids",
+    "mask_token_id",
+    "rope",
+    "layer_types",
+    "sliding_window",
+    "causal",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+
+
 def warm_start(drafter: Drafter, first: Drafter) -> Drafter:
     """Give a fresh DFlash 2 drafter the weights of a DFlash one; it then proposes what that one does.
 
-    Raises: ValueError where the two backbones differ.
+    Raises: ValueError where the two backbones differ, or the settings that their forwards depend on.
     """
+    for name in _SAME_FORWARD:
+        ours, theirs = getattr(drafter.config, name), getattr(first.config, name)
+        if ours != theirs:
+            raise ValueError(f"warm_start: {name} must be that of the drafter to start from, {theirs!r}, got {ours!r}")
     here, there = drafter.state_dict(), first.state_dict()
     own = {n for n in here if "_conv." in n or n.startswith("candidate_selector.")}
     different = [n for n in here.keys() - own | there.keys() if n not in here or n not in there]

@@ -79,9 +79,11 @@ def _matches(drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, se
         None,
         0,
         at.flatten(),
-        drafter.config.selector_top_k if part is not None else min(DEFAULT_CANDIDATES, drafter.config.vocab_size),
-        drafter.config.vocab_size,
+        min(drafter.config.selector_top_k if part is not None else DEFAULT_CANDIDATES, drafter.config.draft_vocab_size),
+        drafter.config.draft_vocab_size,
     )
+    if drafter.d2t is not None:
+        tokens = tokens + drafter.d2t[tokens]
     padded = torch.nn.functional.pad(batch.ids, (0, size), value=-1)
     after = (at[..., None] + torch.arange(1, size, device=at.device)).flatten(1)
     text = padded.gather(1, after).view(*at.shape, size - 1)
@@ -107,6 +109,8 @@ def sampled_rounds(
     Args:
         draft_temperature: Of the drafter's walk; None takes `temperature`.
     """
+    if temperature <= 0:
+        raise ValueError(f"sampled_rounds: temperature must be above 0, got {temperature}")
     source, size = FeatureSource(target, distil=True), drafter.config.block_size
     out = []
     for first in range(0, len(texts), texts_at_once):
@@ -145,6 +149,8 @@ def _draft_probs(
     if selector is not None:
         left = selector.predecessor_codebook[tokens[..., :-1]] * selector.hidden_projection(hidden)
         scores = scores + (selector.successor_codebook[candidates] @ left[..., None]).squeeze(-1).float()
+    if drafter.d2t is not None:
+        candidates = candidates + drafter.d2t[candidates]
     law = torch.softmax(scores / temperature, -1)
     return (law * (candidates == tokens[..., 1:, None])).sum(-1)
 

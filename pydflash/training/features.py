@@ -22,10 +22,12 @@ class Padded(NamedTuple):
     lengths: list[int]
 
 
-def pad_records(records: Sequence[tuple[Tensor, int]], multiple: int = 64) -> Padded:
-    """Pad records (ids, prompt_length) to a multiple of `multiple`; response tokens are supervised."""
+def pad_records(records: Sequence[tuple[Tensor, int]], multiple: int = 64, limit: int | None = None) -> Padded:
+    """Pad records (ids, prompt_length) to a multiple of `multiple`, or to `limit`; response tokens are supervised."""
     lengths = [len(ids) for ids, _ in records]
     width = -(-max(lengths) // multiple) * multiple
+    if limit is not None:
+        width = max(min(width, limit), max(lengths))
     ids = torch.zeros(len(records), width, dtype=torch.long)
     supervised = torch.zeros(len(records), width, dtype=torch.bool)
     for row, (tokens, prompt_length) in enumerate(records):

@@ -51,6 +51,8 @@ class ObjectiveConfig:
         for name, low, high in (("distillation", 0, 1), ("selector_share", 0, 1), ("selector_weight", 0, float("inf"))):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"training: {name} must be {low} to {high}, got {getattr(self, name)}")
+        if self.gamma is not None and not 0 < self.gamma < float("inf"):
+            raise ValueError(f"training: gamma must be above 0, got {self.gamma}")
         if self.num_anchors < 1 or self.chunk_rows < 1:
             raise ValueError(
                 f"training: num_anchors and chunk_rows must be >= 1, got {self.num_anchors}, {self.chunk_rows}"

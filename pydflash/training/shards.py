@@ -72,7 +72,7 @@ class ShardWriter:
         if self.folder.is_dir() and not (self.folder / MANIFEST).exists() and any(self.folder.glob("*.safetensors")):
             raise ValueError(f"ShardWriter: folder must be empty or hold a {MANIFEST}, got {self.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._lock = lock_folder(self.folder, "ShardWriter")
         try:
             for part in self.folder.glob(".*.part"):  # a killed run was writing it
                 part.unlink()
@@ -244,8 +244,11 @@ def _leaves(value: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield (*path, name), item
 
 
-def _lock(folder: Path) -> Any:
-    """An open file whose lock the system drops with the process."""
+def lock_folder(folder: Path, who: str) -> Any:
+    """An open file whose lock the system drops with the process.
+
+    Raises: RuntimeError in the name of `who` where another process holds it.
+    """
     import fcntl
 
     file = open(folder / ".lock", "a")  # noqa: SIM115  it stays open as long as the writer lives
@@ -254,5 +257,5 @@ def _lock(folder: Path) -> Any:
     except BlockingIOError:
         with contextlib.suppress(OSError):
             file.close()
-        raise RuntimeError(f"ShardWriter: another process is writing to {folder}") from None
+        raise RuntimeError(f"{who}: another process is writing to {folder}") from None
     return file

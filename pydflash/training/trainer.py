@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +19,12 @@ from torch import Tensor, nn
 
 from ..drafter import Drafter
 from ..target import Target
+from .data import weights_sha256
 from .features import FeatureSource, compiled_layers, pad_records, to_device
 from .objective import Objective, ObjectiveConfig, sample_anchors, summarise
+from .shards import lock_folder
+
+_RESULTS = ("config.json", "model.safetensors", "input_conditioned.json")
 
 
 class Records(Protocol):
@@ -67,7 +73,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
+        positive = (
             "epochs",
             "batch_size",
             "accumulation",
@@ -77,9 +83,14 @@ class TrainConfig:
             "log_every",
             "save_every",
             "keep",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"training: {name} must be above 0, got {getattr(self, name)}")
+        )
+        for name in (*positive, "max_steps", "time_limit", "weight_decay", "cache_gb", "warmup", "seed"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0 or (name in positive and value == 0):
+                least = "above 0" if name in positive else "0 or more"
+                raise ValueError(f"training: {name} must be a finite number {least}, got {value}")
+        if self.warmup >= 1 or self.seed >= 2**31:
+            raise ValueError(f"training: warmup must be below 1 and seed below 2^31, got {self.warmup} and {self.seed}")
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"training: optimizer must be 'adamw' or 'muon', got {self.optimizer!r}")
         if self.precision not in ("bf16", "no"):
@@ -107,7 +118,7 @@ def make_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.O
     matrices: list[nn.Parameter] = []
     tables: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
-    for name, parameter in drafter.named_parameters():
+    for name, parameter in ((n, p) for n, p in drafter.named_parameters() if p.requires_grad):
         table = "codebook" in name or name.startswith(("embed_tokens", "lm_head"))
         kind = rest if parameter.dim() != 2 else tables if table else matrices
         kind.append(parameter)
@@ -123,6 +134,14 @@ def make_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.O
         groups.append({"params": matrices, "weight_decay": config.weight_decay})
     fused = drafter.device.type == "cuda"
     return [torch.optim.AdamW(groups, config.lr, betas=(0.9, 0.95), fused=fused), *out]
+
+
+def _fingerprint(records: Records, lengths: Sequence[int]) -> str:
+    """Names data by its lengths and 32 records from all over it."""
+    found = hashlib.sha256(str(list(lengths)).encode())
+    for i in range(0, len(lengths), max(1, len(lengths) // 32)):
+        found.update(torch.as_tensor(records[i][0]).long().numpy().tobytes())
+    return found.hexdigest()
 
 
 class Trainer:
@@ -151,6 +170,8 @@ class Trainer:
             embedding_rows=target.embed_weight.shape[0],
         )
         self.config, self.objective_config = config, objective or ObjectiveConfig()
+        if drafter.candidate_selector is not None and self.objective_config.selector_weight == 0:
+            drafter.candidate_selector.requires_grad_(False)
         self.target, self.records = target, records
         target.model.requires_grad_(False)
         if target.device.type == "cuda":
@@ -165,7 +186,8 @@ class Trainer:
         self.optimizers = [self.accelerator.prepare(o) for o in make_optimizers(drafter, config)]
         self.drafter = drafter
         self.source = FeatureSource(target, distil=self.objective_config.distillation > 0, cache_gb=config.cache_gb)
-        self.lengths = [min(len(records[i][0]), config.max_length) for i in range(len(records))]
+        self.longest = min(config.max_length, target.max_length or config.max_length)
+        self.lengths = [min(len(records[i][0]), self.longest) for i in range(len(records))]
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.per_step = config.batch_size * config.accumulation * self.world
         self.steps_per_epoch = len(plan(self.lengths, self.per_step, 0, config.seed))
@@ -174,6 +196,13 @@ class Trainer:
         self.total = math.ceil(config.epochs * self.steps_per_epoch)
         if config.max_steps:
             self.total = min(self.total, config.max_steps)
+        # What a run is about besides its settings: going on with another drafter, target or data would be silent.
+        self._identity = {
+            "drafter": drafter.config.to_dict(),
+            "conditioning": type(drafter).__name__,
+            "target": weights_sha256(target.model),
+            "data": _fingerprint(records, self.lengths),
+        }
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
 
@@ -181,6 +210,13 @@ class Trainer:
 
     def fit(self, progress: bool = True) -> Drafter:
         """Train from the last checkpoint, or the start, to the end; write the drafter and the curves."""
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        with closing(lock_folder(self.config.out, "training")) if self.rank == 0 else nullcontext():
+            self._resume()
+            self._loop(progress)
+            return self._finish()
+
+    def _loop(self, progress: bool) -> None:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -190,8 +226,6 @@ class Trainer:
             TimeRemainingColumn,
         )
 
-        self.config.out.mkdir(parents=True, exist_ok=True)
-        self._resume()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -210,7 +244,7 @@ class Trainer:
                 for name, value in self._train_step(batch).items():
                     sums[name] = sums.get(name, 0) + value
                 self.step += 1
-                self.seconds = before + time.perf_counter() - began
+                self.seconds = self._same_on_all(before + time.perf_counter() - began)
                 last = self.step >= self.total or self._time_is_up()
                 if self.step % self.config.log_every == 0 or last:
                     rate = (self.source.tokens - mark[1]) / max(time.perf_counter() - mark[0], 1e-9)
@@ -222,7 +256,6 @@ class Trainer:
                     self._checkpoint()
                 if last:
                     break
-        return self._finish()
 
     def _batches(self) -> Iterator[list[int]]:
         """Record indices of each step from the current one on, all ranks' together."""
@@ -236,7 +269,7 @@ class Trainer:
         for micro in range(config.accumulation):
             first = (micro * self.world + self.rank) * config.batch_size
             keys = indices[first : first + config.batch_size]
-            padded = pad_records([self._record(key) for key in keys])
+            padded = pad_records([self._record(key) for key in keys], limit=self.target.max_length)
             key = (self.config.seed * 1_000_003 + self.step) * 4099 + micro * self.world + self.rank
             generator = torch.Generator().manual_seed(key)
             anchors = sample_anchors(padded.supervised, self.objective_config.num_anchors, generator)
@@ -254,7 +287,15 @@ class Trainer:
 
     def _record(self, index: int) -> tuple[Tensor, int]:
         ids, prompt_length, *_ = self.records[index]
-        return torch.as_tensor(ids)[: self.config.max_length].long(), prompt_length
+        return torch.as_tensor(ids)[: self.longest].long(), prompt_length
+
+    def _same_on_all(self, seconds: float) -> float:
+        """The first process's clock on all of them where it steers the schedule: they must stay equal."""
+        if self.world == 1 or not self.config.time_limit:
+            return seconds
+        shared = torch.tensor([seconds], dtype=torch.float64, device=self.target.device)
+        torch.distributed.broadcast(shared, 0)
+        return float(shared)
 
     def _progress(self) -> float:
         """Share of the run that is done: by steps or by time, whichever is further."""
@@ -276,6 +317,10 @@ class Trainer:
     def _log(self, sums: dict[str, Tensor], rate: float) -> str:
         reduced = self.accelerator.reduce(sums, "sum") if self.world > 1 else sums
         row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch, "seconds": self.seconds}
+        if not math.isfinite(float(reduced["ce"])):
+            raise RuntimeError(f"training: the loss is not finite at step {self.step}; lower lr, or look at the data")
+        if float(reduced["blocks"]) == 0:
+            raise ValueError("training: records must have responses of two tokens or more inside max_length, got none")
         row |= {"lr": self.optimizers[0].param_groups[0]["lr"], "tokens_per_second": rate} | summarise(reduced)
         self.history.append(row)
         if self.rank == 0:
@@ -301,7 +346,7 @@ class Trainer:
         kept = asdict(self.config) | {"objective": asdict(self.objective_config)}
         for name in ("out", "log_every", "save_every", "keep", "cache_gb", "time_limit"):
             kept.pop(name)
-        return kept | {"records": len(self.records), "world": self.world}
+        return kept | {"records": len(self.records), "world": self.world} | self._identity
 
     def _checkpoint(self) -> None:
         folder = self.config.out / f"step-{self.step:07d}"
@@ -322,6 +367,10 @@ class Trainer:
     def _resume(self) -> None:
         found = self._checkpoints()
         if not found:
+            if self.rank == 0 and (here := [p.name for p in self.config.out.iterdir() if p.name in _RESULTS]):
+                raise ValueError(
+                    f"training: out must be a new folder or one with checkpoints, got {self.config.out} with {here[0]}"
+                )
             (self.config.out / "log.jsonl").unlink(missing_ok=True)
             return
         state = json.loads((found[-1] / "trainer.json").read_text())
