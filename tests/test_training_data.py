@@ -174,6 +174,9 @@ def test_temperatures_are_shared_out() -> None:
     assert first[0.0] == pytest.approx(200, abs=50)
     with pytest.raises(ValueError, match="samples_per_prompt must be 1"):
         DataSettings(temperatures=(0.0,), samples_per_prompt=2)
+    for name, value in (("batch_size", 0), ("sync_every", 0), ("self_prompts", -1), ("time_limit", float("nan"))):
+        with pytest.raises(ValueError, match=f"training data: {name} must be"):
+            DataSettings(**{name: value})  # type: ignore[arg-type]
 
 
 QUICK = DataSettings(

@@ -263,6 +263,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("train data: prompts must come from --prompts or --self-prompts, got neither")
     settings = DataSettings(**{name: getattr(arguments, name) for name in DataSettings.__dataclass_fields__})
     usable = collect_prompts(arguments.prompts, arguments.exclude)
+    if not usable.prompts and not arguments.self_prompts:
+        raise ValueError("train data: prompts must hold a usable one, got none (empty, or all of them excluded)")
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     target = Target.from_pretrained(arguments.target, device=arguments.device, dtype=dtype)
     if dtype is None and target.device.type != "cpu" and target.dtype == torch.float32:

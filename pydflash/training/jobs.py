@@ -59,10 +59,14 @@ class DataSettings:
     time_limit: float | None = None
 
     def __post_init__(self) -> None:
-        positive = ("max_new_tokens", "max_prompt_tokens", "samples_per_prompt", "self_prompt_tokens", "shard_tokens")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"training data: {name} must be at least 1, got {getattr(self, name)}")
+        least = dict.fromkeys(("max_new_tokens", "max_prompt_tokens", "samples_per_prompt", "self_prompt_tokens"), 1)
+        least |= {"shard_tokens": 1, "sync_every": 1, "batch_size": 1, "self_prompts": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"training data: {name} must be at least {low}, got {value}")
+        if self.time_limit is not None and not 0 <= self.time_limit < float("inf"):
+            raise ValueError(f"training data: time_limit must be a number of seconds, got {self.time_limit}")
         if not self.temperatures:
             raise ValueError("training data: temperatures must name one at least, got none")
         if self.samples_per_prompt > 1 and not any(self.temperatures):

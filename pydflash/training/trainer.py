@@ -172,6 +172,8 @@ class Trainer:
         self.config, self.objective_config = config, objective or ObjectiveConfig()
         if drafter.candidate_selector is not None and self.objective_config.selector_weight == 0:
             drafter.candidate_selector.requires_grad_(False)
+        if self.objective_config.attention == "flex" and target.device.type == "cpu":
+            raise ValueError("training: attention must be 'dense' or 'auto' on a CPU (no backward there), got 'flex'")
         self.target, self.records = target, records
         target.model.requires_grad_(False)
         if target.device.type == "cuda":
