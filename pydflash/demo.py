@@ -33,7 +33,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     backend = arguments.backend
     plain = Speculator.from_pretrained(folder, None, device=arguments.device, dtype=dtype, backend=backend)
     drafter, origin = pick_drafter(arguments.drafter, plain.target)
-    fast = Speculator(plain.target, drafter, plain.tokenizer, block_size=arguments.block_size, backend=backend)
+    options = {"block_size": arguments.block_size, "backend": backend, "path": arguments.path}
+    fast = Speculator(plain.target, drafter, plain.tokenizer, **options)
 
     prompt = arguments.prompt or _PROMPT
     console.print(f"[bold]target [/] SmolLM2-135M-Instruct, {arguments.dtype}, dequantised from 4-bit weights")
@@ -127,6 +128,7 @@ def show_numbers(console: Console, fast: Generation, plain: Generation) -> None:
     table.add_row("decoding", *(f"{stats.decode_seconds:.2f} s" for _, stats in rows))
     table.add_row("speed", *(f"{stats.tokens_per_second:.1f} tok/s" for _, stats in rows))
     table.add_row("rounds (target forwards)", *(str(stats.rounds) for _, stats in rows))
+    table.add_row("drafts verified a round", *(f"{sum(s.num_verified) / max(s.rounds, 1):.1f}" for _, s in rows))
     table.add_row("acceptance length", *(f"{stats.acceptance_length:.2f}" for _, stats in rows))
     console.print(table)
     ratio = fast.stats.tokens_per_second / plain.stats.tokens_per_second
@@ -134,7 +136,7 @@ def show_numbers(console: Console, fast: Generation, plain: Generation) -> None:
         console.print(f"\nspeculative decoding ran at [bold]{ratio:.2f}x[/] the plain speed\n")
     for slot, share in enumerate(fast.stats.slot_acceptance, start=1):
         bar = "█" * round(share * _BAR)
-        console.print(f"slot {slot:2} [green]{bar:<{_BAR}}[/] {share:4.0%} accepted")
+        console.print(f"draft {slot:2} [green]{bar:<{_BAR}}[/] {share:4.0%} accepted")
     console.print()
 
 
