@@ -209,7 +209,8 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{len(records):,} records, {parameters / 1e6:.1f} M parameters, up to {trainer.total:,} steps")
     trainer.fit()
     say(f"wrote the drafter, log.jsonl and curves.png to {arguments.out}")
-    trainer.accelerator.end_training()
+    if trainer.world > 1 and target.device.type == "cuda":
+        trainer.accelerator.end_training()  # NCCL asks for it
     return 0
 
 
