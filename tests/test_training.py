@@ -339,7 +339,7 @@ def test_clipping_and_accumulation_act(tmp_path: Path) -> None:
 
     def forward(*args: Any) -> Any:
         loss, sums = module(*args)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         return loss, sums
 
     def clip_and_look(*args: Any) -> Any:
@@ -349,13 +349,37 @@ def test_clipping_and_accumulation_act(tmp_path: Path) -> None:
         return found
 
     trainer.module = forward
-    trainer.accelerator.backward = lambda loss: (added.append(float(loss)), backward(loss))
+    trainer.accelerator.backward = lambda loss: (added.append(float(loss.detach())), backward(loss))
     trainer.accelerator.clip_grad_norm_ = clip_and_look
     trainer._train_step(list(range(4)))
     assert added == [pytest.approx(x / 2) for x in losses]
     assert len(losses) == 2
     assert losses[0] != losses[1]
     assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def test_every_process_and_micro_step_has_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    model = TINY["qwen3"](num_hidden_layers=6)
+    trainer = trained(tmp_path, model, records_of(model), 99, accumulation=2, batch_size=2)
+    seen: list[tuple[list[int], list[list[int]]]] = []
+
+    def look(batch: Batch, anchors: torch.Tensor) -> Any:
+        seen.append((keys[-1], anchors.tolist()))
+        return torch.zeros((), requires_grad=True), {}
+
+    keys: list[list[int]] = []
+    batch = trainer.source.batch
+    monkeypatch.setattr(trainer.source, "batch", lambda k, padded: keys.append(list(k)) or batch(k, padded))
+    monkeypatch.setattr(trainer, "module", look)
+    trainer.world = 2
+    for rank in (0, 1):
+        trainer.rank = rank
+        trainer._train_step([3] * 8)  # one record everywhere: only the draws can differ
+        trainer._train_step(list(range(8)))
+    assert [k for k, _ in seen[2:4] + seen[6:8]] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    same_record = [str(anchors) for k, anchors in seen if k == [3, 3]]
+    assert len(set(same_record)) == 4
 
 
 def test_padding_stays_inside_a_table_of_positions() -> None:
