@@ -73,6 +73,11 @@ def answers(
     }
 
 
+def without_loops(records: list[Text]) -> list[Text]:
+    """The texts whose answers do not degenerate."""
+    return [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
+
+
 @dataclass(slots=True)
 class Lengths:
     """Acceptance of one drafter at one temperature, request by request; nan where a request made no round."""
@@ -98,6 +103,12 @@ class Lengths:
 
     def mean_of_sets(self) -> float:
         return sum(self.row(name)["acceptance_length"] for name in self.per_request) / len(self.per_request)
+
+
+def load_target(name: str, dtype: str) -> tuple[str | Path, Target]:
+    """Where the target lies (smollm2 is made ready), and the target."""
+    folder = ensure_smollm2() if name == "smollm2" else name
+    return folder, Target.from_pretrained(folder, dtype=getattr(torch, dtype))
 
 
 def load_drafter(path: str, target: Target) -> Drafter:
@@ -182,17 +193,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    folder = ensure_smollm2() if args.target == "smollm2" else args.target
-    plain = Target.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    folder, plain = load_target(args.target, args.dtype)
     tokenizer = load_tokenizer(folder)
     rows: list[dict[str, Any]] = []
     pairs: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         texts = answers(plain, tokenizer, args.prompts, args.num_prompts, args.max_new_tokens, temperature)
-        kept = {
-            name: [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
-            for name, records in texts.items()
-        }
+        kept = {name: without_loops(records) for name, records in texts.items()}
         results = {}
         for given in args.drafter:
             name, _, path = given.rpartition("=")

@@ -27,13 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from acceptance import Text, answers, load_drafter
+from acceptance import Text, answers, load_drafter, load_target, without_loops
 from machine import machine
 from trees import kept_drafts, rounds_over
 
 from pydflash import Drafter, Target
-from pydflash.bench import LOOP_TOKENS, longest_loop
-from pydflash.smollm2 import ensure_smollm2
 from pydflash.target import load_tokenizer
 from pydflash.training.evaluate import bootstrap, paired, sampled_rounds
 from pydflash.training.features import FeatureSource, pad_records
@@ -152,8 +150,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="texts kept by bench/trees.py, to take instead of new ones")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    folder = ensure_smollm2() if args.target == "smollm2" else args.target
-    plain = Target.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    folder, plain = load_target(args.target, args.dtype)
     drafter = load_drafter(args.drafter, plain)
     target = Target(plain.model, drafter.config.target_layer_ids)
     if args.texts:
@@ -164,8 +161,7 @@ def main() -> None:
     draw = np.random.default_rng(0)
     lengths: dict[str, dict[str, list[float]]] = {}
     for prompts, records in texts.items():
-        kept = [r for r in records[: args.num_prompts] if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
-        for record in (r for r in kept if len(r[0]) - r[1] > 2):
+        for record in (r for r in without_loops(records[: args.num_prompts]) if len(r[0]) - r[1] > 2):
             tokens = len(record[0]) - record[1] - 1
             found = {"walk": sampled_rounds(drafter, target, [record], args.temperature)[0]}
             trees = kept_drafts(drafter, target, record)

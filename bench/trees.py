@@ -22,16 +22,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from acceptance import Text, answers, load_drafter
+from acceptance import Text, answers, load_drafter, load_target, without_loops
 from machine import machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from pydflash import Drafter, Target
-from pydflash.bench import LOOP_TOKENS, longest_loop
-from pydflash.drafter import DEFAULT_CANDIDATES
-from pydflash.smollm2 import ensure_smollm2
 from pydflash.target import load_tokenizer
 from pydflash.training.evaluate import bootstrap, paired, sampled_rounds
 from pydflash.training.features import FeatureSource, pad_records
@@ -64,7 +61,7 @@ def kept_drafts(drafter: Drafter, target: Target, record: Text) -> dict[str, lis
     first = batch.ids[0, anchors]
     padded = torch.nn.functional.pad(batch.ids[0], (0, size), value=-1)
     text = padded[anchors[:, None] + torch.arange(1, size, device=anchors.device)]
-    count = config.selector_top_k or DEFAULT_CANDIDATES
+    count = config.num_candidates
     plain = ops.path_select(logits, None, None, None, first, None, 0, anchors, count, config.vocab_size)
     selector, edges = drafter.candidate_selector, plain
     if selector is not None:
@@ -200,8 +197,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
-    folder = ensure_smollm2() if args.target == "smollm2" else args.target
-    plain = Target.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    folder, plain = load_target(args.target, args.dtype)
     drafter = load_drafter(args.drafter, plain)
     target = Target(plain.model, drafter.config.target_layer_ids)
     rows, pairs = [], []
@@ -215,10 +211,7 @@ def main() -> None:
             if kept_at:
                 args.texts.mkdir(parents=True, exist_ok=True)
                 torch.save(texts, kept_at)
-        texts = {
-            name: [r for r in records if longest_loop(r[0][r[1] :].tolist()) < LOOP_TOKENS]
-            for name, records in texts.items()
-        }
+        texts = {name: without_loops(records) for name, records in texts.items()}
         part = measure(drafter, target, texts, temperature)
         compared = comparisons(part)
         show(temperature, part, compared)

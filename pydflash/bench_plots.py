@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .bench_figures import ALL
+from .weight_files import write_file
 
 _BLACK = "#444444"
 # Okabe and Ito's colours for methods and Tol's for prompt sets: people who see few colours tell them apart too.
@@ -68,9 +68,7 @@ def plot(rows: Rows, path: Path) -> None:
         axis.set_ylabel("")
     handles = [_patch(colours[name], name) for name in methods]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(handles)), frameon=False, fontsize=11)
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png")
-    os.replace(part, path)
+    write_file(path, lambda part: figure.savefig(part, format="png"))
 
 
 def tree_lines(rows: Rows, drafter: str) -> dict[str, list[dict[str, Any]]]:

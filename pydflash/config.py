@@ -12,6 +12,7 @@ from .config_rope import canonical_rope
 from .layouts import read_config, write_speculators, write_zlab
 
 LAYOUTS = ("zlab", "speculators")
+DEFAULT_CANDIDATES = 16  # of a slot, where no selector names a number
 
 # Fields whose name differs from the key in config.json; errors name both.
 _DISK_KEYS = {
@@ -161,6 +162,11 @@ class DrafterConfig:
         if self.draft_vocab_size != self.vocab_size:
             expected = f"vocab_size {self.vocab_size} (the selector's codebooks are indexed by target ids)"
             fail("draft_vocab_size", expected, self.draft_vocab_size)
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of a slot: the selector's, or 16 without one, as far as the draft vocabulary has them."""
+        return min(self.selector_top_k or DEFAULT_CANDIDATES, self.draft_vocab_size)
 
     def window(self, layer: int) -> int:
         """Positions that layer `layer` sees, itself included; 0 where it sees all."""

@@ -21,7 +21,6 @@ from .rope import RotaryTable
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARENT = {"qkv_proj": "self_attn", "o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn"}
 _PARENT |= {"gate_up_proj": "mlp", "down_proj": "mlp"}
-DEFAULT_CANDIDATES = 16
 _OWN = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -391,7 +390,7 @@ class Drafter(nn.Module):
             temperature,
             seeds,
             cache.lengths,
-            min(config.selector_top_k or DEFAULT_CANDIDATES, config.draft_vocab_size),
+            config.num_candidates,
             config.draft_vocab_size,
         )
         if self.d2t is not None:

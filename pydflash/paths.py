@@ -104,15 +104,18 @@ class Paths:
             tokens, _ = ops.path_viterbi(*lattice, normalizers)
             return Block(torch.cat([anchors[:, None], tokens], 1), None, slots)
         nodes = min(self.num_nodes, lattice_nodes(slots, proposal.candidates.shape[-1]))
-        tokens, *shape, log_probs = ops.path_tree(anchors, *lattice, nodes, normalizers)
+        found = None
         if self.auto:
-            nodes = self._best_size(log_probs[0])
-        if q is not None:
-            trunk = proposal.tokens[:, : min(slots, nodes)]
-            tokens, *shape, _ = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
-            q = q[0][:, : trunk.shape[1]], q[1][:, : trunk.shape[1]]
-        tree = Tree(*(x[:, : nodes + 1] for x in shape))
-        return Block(tokens[:, : nodes + 1], tree, int(tree.depths.max()), q)
+            found = ops.path_tree(anchors, *lattice, nodes, normalizers)
+            nodes = self._best_size(found[-1][0])
+        if found is None or q is not None:
+            width = min(slots, nodes)
+            trunk = None if q is None else proposal.tokens[:, :width]
+            found = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
+            q = None if q is None else (q[0][:, :width], q[1][:, :width])
+        tokens, *shape, _ = (x[:, : nodes + 1] for x in found)
+        tree = Tree(*shape)
+        return Block(tokens, tree, int(tree.depths.max()), q)
 
     def _best_size(self, log_probs: Tensor) -> int:
         """The number of nodes with the most expected tokens per second; a tree's first nodes are the smaller tree."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _backends, ops, reference
-from .drafter import DEFAULT_CANDIDATES, Drafter, Proposal
+from .drafter import Drafter, Proposal
 from .paths import PATHS, Block, Paths
 from .request import LogitsProcessor, Request, Round, Stream
 from .sampling import SamplingParams, row_seeds
@@ -159,8 +159,7 @@ class Speculator:
 
     def _choose_paths(self, path: str, num_nodes: int | str | None, draft_sampling: bool | None) -> Paths:
         config = self.drafter.config if self.drafter is not None else None
-        candidates = min(config.selector_top_k or DEFAULT_CANDIDATES, config.draft_vocab_size) if config else 1
-        paths = Paths(path, num_nodes, self.block_size - 1, candidates)
+        paths = Paths(path, num_nodes, self.block_size - 1, config.num_candidates if config else 1)
         if path == "viterbi" and draft_sampling:
             raise ValueError(f"Speculator: draft_sampling must be off where path is {path!r}, got {draft_sampling!r}")
         if path == "tree":

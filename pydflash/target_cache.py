@@ -54,10 +54,10 @@ class _KVLayer(DynamicLayer):
         """Number of committed positions."""
         return self._extent.length
 
-    def gather(self, slots: Tensor) -> None:
-        """Move these rows of the block, rising, to its front."""
+    def gather(self, slots: Tensor, rows: int) -> None:
+        """Move these rows of the block, rising and below `rows`, to its front."""
         for buffer in self._buffers or ():
-            block = buffer.narrow(-2, self._extent.length, int(slots[-1]) + 1)
+            block = buffer.narrow(-2, self._extent.length, rows)
             block.narrow(-2, 0, len(slots)).copy_(block.index_select(-2, slots))
 
     def _reserve(self, rows: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -123,9 +123,10 @@ class TargetCache:
 
     def gather(self, slots: Sequence[int]) -> None:
         """Move the rows of these slots of the last block, rising, to its front, in every attention layer."""
-        for layer in self.model_cache.layers:
-            if isinstance(layer, _KVLayer):
-                layer.gather(torch.tensor(slots, device=layer.device))
+        layers = [layer for layer in self.model_cache.layers if isinstance(layer, _KVLayer)]
+        index = torch.tensor(slots, device=layers[0].device)  # a target is whole on one device
+        for layer in layers:
+            layer.gather(index, slots[-1] + 1)
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Copies of the recurrent layers' state (empty for an attention-only model)."""

@@ -59,6 +59,15 @@ class RejectCase:
     tokens: Tensor
     options: dict[str, Any]
 
+    def row(self, row: int) -> RejectCase:
+        """The arguments of one row alone."""
+        one = slice(row, row + 1)
+        options = {
+            name: tuple(t[one] for t in value) if isinstance(value, tuple) else value[one]
+            for name, value in self.options.items()
+        }
+        return RejectCase(self.logits[one], self.tokens[one], options)
+
     def run(self, op: Any, device: torch.device, double: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """The results of `op` (of ops or reference) on the CPU; in float64 if `double`."""
         move = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter import DEFAULT_CANDIDATES, Drafter
+from ..drafter import Drafter
 from ..target import Target
 from .features import FeatureSource, pad_records
 from .objective import Batch, block_hidden
@@ -79,7 +79,7 @@ def _matches(drafter: Drafter, target: Target, batch: Batch, anchors: Tensor, se
         None,
         0,
         at.flatten(),
-        min(drafter.config.selector_top_k if part is not None else DEFAULT_CANDIDATES, drafter.config.draft_vocab_size),
+        drafter.config.num_candidates,
         drafter.config.draft_vocab_size,
     )
     if drafter.d2t is not None:
@@ -144,8 +144,7 @@ def _draft_probs(
     hidden = block_hidden(drafter, target.embed_weight, batch, anchors, "dense")[:, :, 1:]
     logits = drafter.logits(hidden, target.head).float()
     selector = drafter.candidate_selector
-    count = drafter.config.selector_top_k if selector is not None else DEFAULT_CANDIDATES
-    scores, candidates = logits.topk(min(count, logits.shape[-1]), -1)
+    scores, candidates = logits.topk(drafter.config.num_candidates, -1)
     if selector is not None:
         left = selector.predecessor_codebook[tokens[..., :-1]] * selector.hidden_projection(hidden)
         scores = scores + (selector.successor_codebook[candidates] @ left[..., None]).squeeze(-1).float()
