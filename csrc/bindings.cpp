@@ -1,25 +1,9 @@
 // One Python module per backend, compiled from this file with PYDFLASH_BACKEND = cpu | cuda | sycl.
 // Per op: check the arguments, fill the params, release the GIL, launch.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <optional>
-
-#include "kernels.h"
-#include "tensor_view.h"
-
-namespace py = pybind11;
-namespace backend = pydflash::PYDFLASH_BACKEND;
+#include "bindings.h"
 
 namespace pydflash {
 namespace {
-
-using Capsule = py::capsule;
-using MaybeCapsule = std::optional<py::capsule>;
-
-Stream stream_of(uintptr_t handle, int device) { return Stream{reinterpret_cast<void*>(handle), device}; }
-
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
 // Values can only be looked at where the host may read them.
 void check_lengths(const char* op, const int32_t* lengths, int64_t batch) {
@@ -28,14 +12,9 @@ void check_lengths(const char* op, const int32_t* lengths, int64_t batch) {
       if (lengths[b] < 0) refuse(text(op, ": lengths[", b, "] must be >= 0, got ", lengths[b]));
 }
 
-template <class T>
-T* data_of(const TensorView& view) {
-  return static_cast<T*>(view.data());
-}
-
 void block_attention(Capsule q_, Capsule k_cache_, Capsule v_cache_, Capsule k_block_, Capsule v_block_,
                      Capsule lengths_, Capsule visibility_, Capsule depths_, int64_t window, double scale,
-                     Capsule out_, uintptr_t stream, int device) {
+                     Capsule out_, uintptr_t stream, int device, const Allocate& allocate) {
   const char* op = "block_attention";
   TensorView q(op, "q", q_), kc(op, "k_cache", k_cache_), vc(op, "v_cache", v_cache_), kb(op, "k_block", k_block_),
       vb(op, "v_block", v_block_), lengths(op, "lengths", lengths_), visibility(op, "visibility", visibility_),
@@ -70,6 +49,7 @@ void block_attention(Capsule q_, Capsule k_cache_, Capsule v_cache_, Capsule k_b
   p.lengths = data_of<int32_t>(lengths);
   p.visibility = data_of<int64_t>(visibility), p.visibility_stride = visibility.dim(0) == 1 ? 0 : slots;
   p.depths = data_of<int32_t>(depths), p.depths_stride = depths.dim(0) == 1 ? 0 : slots;
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::block_attention(p, stream_of(stream, device));
 }
@@ -131,8 +111,8 @@ void block_conv(Capsule x_, Capsule base_, Capsule delta_, Capsule y_, uintptr_t
 
 void path_select(Capsule logits_, MaybeCapsule hidden_, MaybeCapsule predecessor_, MaybeCapsule successor_,
                  Capsule anchors_, MaybeCapsule temperature_, Capsule seeds_, Capsule starts_, int64_t vocab_size,
-                 Capsule tokens_, Capsule candidates_, MaybeCapsule probs_, Capsule scores_, uintptr_t stream,
-                 int device) {
+                 Capsule tokens_, Capsule candidates_, MaybeCapsule probs_, Capsule scores_, uintptr_t stream, int device,
+                 const Allocate& allocate) {
   const char* op = "path_select";
   TensorView logits(op, "logits", logits_), anchors(op, "anchors", anchors_), seeds(op, "seeds", seeds_),
       starts(op, "starts", starts_), tokens(op, "tokens", tokens_), candidates(op, "candidates", candidates_),
@@ -188,6 +168,7 @@ void path_select(Capsule logits_, MaybeCapsule hidden_, MaybeCapsule predecessor
   p.anchors = data_of<int64_t>(anchors), p.seeds = data_of<int64_t>(seeds), p.starts = data_of<int32_t>(starts);
   p.tokens = data_of<int64_t>(tokens), p.candidates = data_of<int64_t>(candidates);
   p.scores = data_of<float>(scores);
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::path_select(p, stream_of(stream, device));
 }
@@ -217,7 +198,7 @@ Lattice lattice_of(const char* op, const TensorView& candidates, const TensorVie
 
 void path_tree(Capsule anchors_, Capsule candidates_, Capsule scores_, int64_t num_nodes, MaybeCapsule log_normalizers_,
                MaybeCapsule trunk_, Capsule tokens_, Capsule parents_, Capsule depths_, Capsule visibility_,
-               Capsule log_probs_, uintptr_t stream, int device) {
+               Capsule log_probs_, uintptr_t stream, int device, const Allocate& allocate) {
   const char* op = "path_tree";
   TensorView anchors(op, "anchors", anchors_), candidates(op, "candidates", candidates_),
       scores(op, "scores", scores_), tokens(op, "tokens", tokens_), parents(op, "parents", parents_),
@@ -249,12 +230,13 @@ void path_tree(Capsule anchors_, Capsule candidates_, Capsule scores_, int64_t n
   p.num_nodes = int(num_nodes), p.anchors = data_of<int64_t>(anchors), p.tokens = data_of<int64_t>(tokens);
   p.parents = data_of<int32_t>(parents), p.depths = data_of<int32_t>(depths);
   p.visibility = data_of<int64_t>(visibility), p.log_probs = data_of<float>(log_probs);
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::path_tree(p, stream_of(stream, device));
 }
 
 void path_viterbi(Capsule candidates_, Capsule scores_, MaybeCapsule log_normalizers_, Capsule tokens_,
-                  Capsule log_probs_, uintptr_t stream, int device) {
+                  Capsule log_probs_, uintptr_t stream, int device, const Allocate& allocate) {
   const char* op = "path_viterbi";
   TensorView candidates(op, "candidates", candidates_), scores(op, "scores", scores_), tokens(op, "tokens", tokens_),
       log_probs(op, "log_probs", log_probs_);
@@ -264,6 +246,7 @@ void path_viterbi(Capsule candidates_, Capsule scores_, MaybeCapsule log_normali
   log_probs.float32().shape({p.lattice.batch}, "[B]").contiguous();
   if (log_probs.empty()) return;
   p.tokens = data_of<int64_t>(tokens), p.log_probs = data_of<float>(log_probs);
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::path_viterbi(p, stream_of(stream, device));
 }
@@ -271,7 +254,7 @@ void path_viterbi(Capsule candidates_, Capsule scores_, MaybeCapsule log_normali
 void reject_sample(Capsule logits_, Capsule tokens_, MaybeCapsule parents_, MaybeCapsule draft_ids_,
                    MaybeCapsule draft_probs_, Capsule temperature_, Capsule top_k_, Capsule top_p_, Capsule min_p_,
                    Capsule seeds_, Capsule starts_, int64_t vocab_size, Capsule index_, Capsule num_accepted_,
-                   Capsule bonus_, uintptr_t stream, int device) {
+                   Capsule bonus_, uintptr_t stream, int device, const Allocate& allocate) {
   const char* op = "reject_sample";
   TensorView logits(op, "target_logits", logits_), tokens(op, "tokens", tokens_),
       temperature(op, "temperature", temperature_), top_k(op, "top_k", top_k_), top_p(op, "top_p", top_p_),
@@ -335,6 +318,7 @@ void reject_sample(Capsule logits_, Capsule tokens_, MaybeCapsule parents_, Mayb
   p.top_k = data_of<int32_t>(top_k), p.seeds = data_of<int64_t>(seeds), p.starts = data_of<int32_t>(starts);
   p.index = data_of<int32_t>(index), p.num_accepted = data_of<int32_t>(num_accepted);
   p.bonus = data_of<int64_t>(bonus);
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::reject_sample(p, stream_of(stream, device));
 }
@@ -351,6 +335,9 @@ PYBIND11_MODULE(PYDFLASH_MODULE, m) {
   m.def("path_tree", &path_tree);
   m.def("path_viterbi", &path_viterbi);
   m.def("reject_sample", &reject_sample);
+#if PYDFLASH_FUSED
+  define_fused(m);
+#endif
   m.def("description", &backend::description);
   m.def("select_level", [](const std::string& name) {
     const char* chosen = backend::select_level(name.c_str());

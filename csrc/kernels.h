@@ -2,7 +2,8 @@
 // backend. p is the target's distribution, q the drafter's, everywhere.
 //
 // Tensors are raw pointers with strides in elements; the last dimension is contiguous where no stride is given.
-// A null pointer means "absent". All checks are done in bindings.cpp; kernels trust what they get.
+// A null pointer means "absent". All checks are done in the bindings; kernels trust what they get. `scratch` is
+// working memory of scratch_bytes(params) bytes, which depend on shapes alone.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,7 @@ struct BlockAttentionParams {
   const int64_t* visibility;  // [batch or 1, slots]
   const int32_t* depths;      // [batch or 1, slots]
   int64_t visibility_stride, depths_stride;  // 0 where one row serves the whole batch
+  void* scratch;
 };
 
 // cache[layer, b, :, (lengths[b] + n) % capacity, :] = block[layer, b, :, index[b, n], :] for the n-th entry of
@@ -79,6 +81,7 @@ struct PathSelectParams {
   int64_t* candidates;                           // [batch, slots, top_k]
   float* probs;   // [batch, slots, top_k] or null; one-hot in greedy rows
   float* scores;  // [batch, slots, top_k, top_k], or [batch, slots, top_k] without a selector
+  void* scratch;
 };
 
 // A lattice of edge scores as path_select returns it. An edge's log-probability is (score - shift) - log_total.
@@ -107,6 +110,7 @@ struct PathTreeParams {
   int32_t* depths;
   int64_t* visibility;  // bit i: slot i is this slot or an ancestor
   float* log_probs;     // 0 for the anchor
+  void* scratch;
 };
 
 // The path through all slots of the highest cumulative log-probability, summed from the last slot to the first.
@@ -115,6 +119,7 @@ struct PathViterbiParams {
   Lattice lattice;
   int64_t* tokens;   // [batch, slots]
   float* log_probs;  // [batch]
+  void* scratch;
 };
 
 // Acceptance and the next token. Row i of target_logits is the target's law after slot i; tokens[i] is the draft
@@ -142,6 +147,86 @@ struct RejectSampleParams {
   int32_t* index;         // [batch, slots]: accepted slots, the anchor first, then -1
   int32_t* num_accepted;  // [batch]
   int64_t* bonus;         // [batch]
+  void* scratch;
+};
+
+// out[m, :] = x[m] @ weight^T (+ bias) of up to three weights [out_features[i], in_features] side by side, summed in
+// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used.
+struct SkinnyLinearParams {
+  int rows, in_features, num_weights;
+  bool gated;
+  DType dtype;
+  const void* x;  // [rows, in_features]
+  int64_t x_stride;
+  const void *weights[3], *biases[3];
+  int out_features[3];
+  void* out;  // [rows, sum of out_features], or [rows, out_features[0]] where gated
+  int64_t out_stride;
+  int32_t* semaphores;  // zero before and after
+  void* scratch;
+};
+
+// sum = x + delta; out = sum / rms(sum) * (weight + weight_offset). round_first: rounded before the weight as well.
+struct AddRmsNormParams {
+  int rows, size;
+  DType dtype;
+  const void *x, *delta, *weight;  // [rows, size] twice, delta null where there is none; [size]
+  float eps, weight_offset;
+  bool round_first;
+  void *out, *sum;  // [rows, size]; sum is contiguous, null without delta, and may be x
+  int64_t x_stride, delta_stride, out_stride;
+};
+
+// Splits a projection into heads, normalises q and k per head where they have a weight, and rotates them: the first
+// rotary_dim channels by the tables' row at lengths[b] + depths[i], in pairs (i, i + rotary_dim / 2) or (2i, 2i + 1).
+struct HeadNormRopeParams {
+  int batch, slots, num_heads, num_kv_heads, head_dim, rotary_dim;
+  bool interleaved, round_first;
+  DType dtype;
+  const void* qkv;                  // [batch, slots, (num_heads + 2 num_kv_heads) * head_dim]
+  int64_t qkv_stride[2];            // [batch, slot]
+  const void *q_weight, *k_weight;  // [head_dim] or null
+  float eps, weight_offset;
+  const float *cos, *sin;  // [positions, rotary_dim / 2]
+  int64_t positions;
+  const int32_t *lengths, *depths;  // [batch], [batch or 1, slots]
+  int64_t depths_stride;
+  void *q, *k, *v;
+  int64_t q_stride[3], k_stride[3], v_stride[3];  // [batch, head, slot]
+};
+
+// Keys and values of context rows, all layers in one launch: row n < counts[b] is normalised, rotated to position
+// lengths[b] + n and written to cache row (lengths[b] + n) % capacity; of more than capacity rows only the last.
+struct ContextAppendParams {
+  int layers, batch, rows, num_kv_heads, head_dim, rotary_dim;
+  bool interleaved, round_first;
+  DType dtype;
+  const void* kv;           // [batch, rows, layers, 2, num_kv_heads, head_dim]
+  int64_t kv_stride[2];     // [batch, row]
+  const void* k_weights;    // [layers, head_dim] or null
+  float eps, weight_offset;
+  const float *cos, *sin;  // [positions, rotary_dim / 2]
+  int64_t positions;
+  void *k_cache, *v_cache;
+  int64_t k_cache_stride[4], v_cache_stride[4];  // [layer, batch, head, row]
+  int64_t capacity;
+  const int32_t *lengths, *counts;  // [batch]
+};
+
+// What follows reject_sample in a round, in place. Rows that are not active record nothing and stay as they are.
+struct RoundCommitParams {
+  int batch, slots, features, element_size;
+  const int64_t* tokens;                // [batch, slots]
+  const int32_t *index, *num_accepted;  // [batch, slots], [batch]
+  const int64_t* bonus;                 // [batch]
+  const int32_t* active;                // [batch], 0 or 1
+  const void* features_in;              // [batch, slots, features] or null
+  int64_t features_stride[2];           // [batch, slot]
+  void* features_out;                   // [batch, slots, features]: the accepted slots' rows, in order
+  int64_t* anchors;                     // [batch] = bonus
+  int32_t *lengths, *starts;            // [batch] += num_accepted + 1
+  int32_t* counts;                      // [batch] = num_accepted + 1, 0 where not active
+  int64_t* record;                      // [batch, slots + 1]: new tokens, -1 behind them; their number last
 };
 
 // What every backend provides. PYDFLASH_KERNELS(apply) names each launch function with its params.
@@ -154,12 +239,41 @@ struct RejectSampleParams {
   apply(path_viterbi, PathViterbiParams)         \
   apply(reject_sample, RejectSampleParams)
 
+// What backends of a device add: steps of a decoder that plain torch would take in several launches each.
+#define PYDFLASH_FUSED_KERNELS(apply)            \
+  apply(skinny_linear, SkinnyLinearParams)       \
+  apply(add_rms_norm, AddRmsNormParams)          \
+  apply(head_norm_rope, HeadNormRopeParams)      \
+  apply(context_append, ContextAppendParams)     \
+  apply(round_commit, RoundCommitParams)
+
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
 namespace cpu {
 PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+template <class Params>
+int64_t scratch_bytes(const Params&) {
+  return 0;
+}
 const char* description();  // the instruction-set level in use
 const char* select_level(const char* name);  // forces a level (tests); null if unknown to build or machine
 }  // namespace cpu
+
+namespace cuda {
+PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
+template <class Params>
+int64_t scratch_bytes(const Params&) {
+  return 0;
+}
+int64_t scratch_bytes(const BlockAttentionParams& params);
+int64_t scratch_bytes(const PathSelectParams& params);
+int64_t scratch_bytes(const PathTreeParams& params);
+int64_t scratch_bytes(const PathViterbiParams& params);
+int64_t scratch_bytes(const RejectSampleParams& params);
+int64_t scratch_bytes(const SkinnyLinearParams& params);
+const char* description();                   // the architectures this was compiled for
+const char* select_level(const char* name);  // null: there is one level
+}  // namespace cuda
 #undef PYDFLASH_DECLARE
 
 }  // namespace pydflash

@@ -5,6 +5,7 @@ The functions that users call, with shapes and meanings, are in `ops.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.dlpack import to_dlpack
 
 from . import _backends
 
-_library = torch.library.Library("pydflash", "DEF")
+library = torch.library.Library("pydflash", "DEF")
 _SCHEMAS = (
     "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor k_block, Tensor v_block, Tensor lengths,"
     " Tensor visibility, Tensor depths, int window, float scale) -> Tensor",
@@ -31,7 +32,7 @@ _SCHEMAS = (
     " -> (Tensor, Tensor, Tensor)",
 )
 for _schema in _SCHEMAS:
-    _library.define(_schema)
+    library.define(_schema)
 
 
 def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
@@ -43,7 +44,19 @@ def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
     backend = _backends.load(device.type)
     if backend.module is None:
         raise RuntimeError(f"{op}: the {device.type} backend is not usable: {backend.reason}")
-    return backend.module, 0, 0
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return backend.module, stream, device.index or 0
+
+
+def _scratch(like: Tensor) -> Callable[[int], int]:
+    """Gives a kernel working memory that lives until its call returns; work in a stream may outlive it safely."""
+    held: list[Tensor] = []
+
+    def allocate(size: int) -> int:
+        held.append(torch.empty(size, dtype=torch.uint8, device=like.device))
+        return held[-1].data_ptr()
+
+    return allocate
 
 
 def _int32(x: Tensor, name: str) -> Tensor:
@@ -104,7 +117,7 @@ def block_attention(
         _capsule(_int64(visibility, "block_attention: visibility")),
         _capsule(_int32(depths, "block_attention: depths")),
     )
-    module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device)
+    module.block_attention(*floats, *ints, window, scale, _capsule(out), stream, device, _scratch(q))
     return out
 
 
@@ -172,6 +185,7 @@ def path_select(
         *[_capsule(t) for t in (tokens, candidates, None if temperature is None else probs, scores)],
         stream,
         device,
+        _scratch(logits),
     )
     return tokens, candidates, probs, scores
 
@@ -220,6 +234,7 @@ def path_tree(
         *[_capsule(t) for t in outputs],
         stream,
         device,
+        _scratch(candidates),
     )
     return outputs
 
@@ -238,7 +253,7 @@ def path_viterbi(candidates: Tensor, scores: Tensor, log_normalizers: Tensor | N
         raise ValueError(f"path_viterbi: candidates must be of shape [B, S-1, K], got {list(candidates.shape)}")
     outputs = _viterbi_outputs(candidates)
     lattice = _lattice("path_viterbi", candidates, scores, log_normalizers)
-    module.path_viterbi(*lattice, *[_capsule(t) for t in outputs], stream, device)
+    module.path_viterbi(*lattice, *[_capsule(t) for t in outputs], stream, device, _scratch(candidates))
     return outputs
 
 
@@ -284,7 +299,7 @@ def reject_sample(
         _int32(starts, "reject_sample: starts"),
     )
     outputs = [_capsule(t) for t in (index, num_accepted, bonus)]
-    module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device)
+    module.reject_sample(*[_capsule(t) for t in inputs], vocab_size, *outputs, stream, device, _scratch(tokens))
     return index, num_accepted, bonus
 
 
@@ -298,22 +313,22 @@ for _name, _impl in (
     ("reject_sample", reject_sample),
 ):
     for _key in ("CPU", "CUDA", "XPU"):
-        _library.impl(_name, _impl, _key)
+        library.impl(_name, _impl, _key)
 
-torch.library.register_fake("pydflash::block_attention", lambda q, *_: _attention_out(q), lib=_library)
-torch.library.register_fake("pydflash::cache_append", lambda *_: None, lib=_library)
-torch.library.register_fake("pydflash::block_conv", lambda x, base, delta: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake("pydflash::block_attention", lambda q, *_: _attention_out(q), lib=library)
+torch.library.register_fake("pydflash::cache_append", lambda *_: None, lib=library)
+torch.library.register_fake("pydflash::block_conv", lambda x, base, delta: x.new_empty(x.shape), lib=library)
 torch.library.register_fake(
     "pydflash::path_select",
     lambda logits, hidden, predecessor, successor, anchors, temperature, seeds, starts, top_k, vocab_size: tuple(
         _path_outputs(logits, hidden, temperature, top_k)
     ),
-    lib=_library,
+    lib=library,
 )
 torch.library.register_fake(
     "pydflash::path_tree",
     lambda anchors, candidates, scores, num_nodes, *_: _tree_outputs(anchors, num_nodes),
-    lib=_library,
+    lib=library,
 )
-torch.library.register_fake("pydflash::path_viterbi", lambda candidates, *_: _viterbi_outputs(candidates), lib=_library)
-torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=_library)
+torch.library.register_fake("pydflash::path_viterbi", lambda candidates, *_: _viterbi_outputs(candidates), lib=library)
+torch.library.register_fake("pydflash::reject_sample", lambda logits, tokens, *_: _reject_outputs(tokens), lib=library)

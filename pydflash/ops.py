@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _native
 
 
-def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
+def run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
     """In inference mode calls skip the dispatcher, which takes as long as a small kernel; tracing goes through it."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     eager = not traced and torch.is_inference_mode_enabled() and type(arguments[0]) is Tensor
@@ -56,7 +56,7 @@ def block_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window = 0 if window is None else window
-    return _run(
+    return run(
         _native.block_attention,
         torch.ops.pydflash.block_attention,
         q,
@@ -88,7 +88,7 @@ def cache_append(
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    _run(_native.cache_append, torch.ops.pydflash.cache_append, k_cache, v_cache, k_block, v_block, index, lengths)
+    run(_native.cache_append, torch.ops.pydflash.cache_append, k_cache, v_cache, k_block, v_block, index, lengths)
 
 
 def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def block_conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    return _run(_native.block_conv, torch.ops.pydflash.block_conv, x, base, delta)
+    return run(_native.block_conv, torch.ops.pydflash.block_conv, x, base, delta)
 
 
 def path_select(
@@ -150,7 +150,7 @@ def path_select(
     if len(selector) not in (0, 3):
         raise ValueError(f"path_select: hidden, predecessor and successor go together, got {len(selector)} of 3")
     heat = None if temperature is None else _per_row(temperature, batch, torch.float32, device)
-    tokens, candidates, probs, scores = _run(
+    tokens, candidates, probs, scores = run(
         _native.path_select,
         torch.ops.pydflash.path_select,
         logits,
@@ -217,7 +217,7 @@ def path_tree(
 
     Source: DDTree (Ringel and Romano, arXiv 2604.12989) for the tree over independent slots.
     """
-    return _run(
+    return run(
         _native.path_tree,
         torch.ops.pydflash.path_tree,
         anchors,
@@ -243,7 +243,7 @@ def path_viterbi(candidates: Tensor, scores: Tensor, log_normalizers: Tensor | N
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    return _run(_native.path_viterbi, torch.ops.pydflash.path_viterbi, candidates, scores, log_normalizers)
+    return run(_native.path_viterbi, torch.ops.pydflash.path_viterbi, candidates, scores, log_normalizers)
 
 
 def reject_sample(
@@ -295,7 +295,7 @@ def reject_sample(
     """
     batch, device = target_logits.shape[0], target_logits.device
     ids, probs = draft_probs if isinstance(draft_probs, tuple | list) else (None, draft_probs)
-    return _run(
+    return run(
         _native.reject_sample,
         torch.ops.pydflash.reject_sample,
         target_logits,

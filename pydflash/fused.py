@@ -1,0 +1,205 @@
+"""The fused ops: steps of a decoder and of a round that plain torch would take in several launches each.
+
+Compiled for devices; on a CPU they run their definitions in `pydflash.reference_fused`, which have the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native_fused as native
+from .ops import run
+
+SEMAPHORES = 1 << 16  # entries that skinny_linear may use
+MOST_ROWS = 64  # of skinny_linear
+
+
+def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
+    return op(*arguments) if arguments[0].device.type == "cpu" else run(impl, op, *arguments)
+
+
+def skinny_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    gated: bool = False,
+    semaphores: Tensor | None = None,
+) -> Tensor:
+    """Few rows through up to three linear layers that read the same input, at the speed of their weights' bytes.
+
+    Args:
+        x: [M, K], M at most 64, K a multiple of 8; bfloat16 or float16.
+        weights: 1 to 3 of [N_i, K], contiguous.
+        biases: One [N_i] or None each.
+        gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
+        semaphores: [65536] int32 zeros, left zero; made here where None. Calls in different streams that run at the
+            same time need their own.
+
+    Returns: [M, sum of N_i], or [M, N_0] where gated. Sums in float32, rounded once.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    if semaphores is None:
+        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=x.device)
+    biases = [None] * len(weights) if biases is None else list(biases)
+    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated, semaphores)
+
+
+def add_rms_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_first: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x + delta, and that sum.
+
+    Args:
+        x, delta: [M, H], delta None for a norm alone.
+        weight: [H].
+        weight_offset: Added to the weight, 1 for families that store it around zero.
+        round_first: Whether the normalised value is rounded to the dtype before it meets the weight.
+
+    Returns: (out [M, H], sum [M, H], x itself where delta is None).
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    op = torch.ops.pydflash.add_rms_norm
+    out, total = _run(native.add_rms_norm, op, x, delta, weight, eps, weight_offset, round_first)
+    return out, x if delta is None else total
+
+
+def head_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    depths: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    num_heads: int,
+    rotary_dim: int,
+    interleaved: bool = False,
+    weight_offset: float = 0.0,
+    round_first: bool = True,
+) -> Tensor:
+    """Split a projection into heads, normalise q and k per head, rotate them; k and v go to the block's buffers.
+
+    Args:
+        qkv: [B, S, (Hq + 2 Hkv) D].
+        q_weight, k_weight: [D] of the norm per head, or None for none.
+        cos, sin: [positions, rotary_dim / 2] float32; slot i takes row `lengths[b] + depths[i]`.
+        lengths: [B] int32. depths: [B or 1, S] int32.
+        k_block, v_block: [B, Hkv, S, D], written.
+        rotary_dim: Channels that are rotated, the first ones: pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) where
+            `interleaved`.
+        weight_offset, round_first: As in `add_rms_norm`.
+
+    Returns: q [B, Hq, S, D].
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    return _run(
+        native.head_norm_rope,
+        torch.ops.pydflash.head_norm_rope,
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos,
+        sin,
+        lengths,
+        depths,
+        k_block,
+        v_block,
+        num_heads,
+        rotary_dim,
+        interleaved,
+        weight_offset,
+        round_first,
+    )
+
+
+def context_append(
+    kv: Tensor,
+    k_weights: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    rotary_dim: int,
+    interleaved: bool = False,
+    weight_offset: float = 0.0,
+    round_first: bool = True,
+) -> None:
+    """Keys and values of context rows, all layers at once: norm, rotation, and into the cache.
+
+    Args:
+        kv: [B, C, layers * 2 * Hkv * D], of every layer its keys, then its values.
+        k_weights: [layers, D], or None.
+        cos, sin: [positions, rotary_dim / 2] float32.
+        k_cache, v_cache: [layers, B, Hkv, L, D], changed in place; position s lies in row s % L.
+        lengths: [B] int32, the position of row 0; not changed. counts: [B] int32, valid rows.
+        rotary_dim, interleaved, weight_offset, round_first: As in `head_norm_rope`.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    _run(
+        native.context_append,
+        torch.ops.pydflash.context_append,
+        kv,
+        k_weights,
+        eps,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        lengths,
+        counts,
+        rotary_dim,
+        interleaved,
+        weight_offset,
+        round_first,
+    )
+
+
+def round_commit(
+    tokens: Tensor,
+    index: Tensor,
+    num_accepted: Tensor,
+    bonus: Tensor,
+    active: Tensor,
+    features: Tensor | None,
+    features_out: Tensor | None,
+    anchors: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    record: Tensor,
+) -> None:
+    """What follows `reject_sample` in a round, in place. Rows that are not active record nothing and stay.
+
+    Args:
+        tokens: [B, S] the verified block. index, num_accepted, bonus: From `reject_sample`.
+        active: [B] int32, 0 or 1.
+        features: [B, S, F] of the block or None; the accepted slots' rows go to features_out [B, S, F] in order.
+        anchors: [B] int64, becomes the bonus. lengths, starts: [B] int32, grow by num_accepted + 1.
+        counts: [B] int32, becomes num_accepted + 1, or 0 where not active.
+        record: [B, S + 1] int64, becomes the new tokens, filled up with -1, and in the last column their number.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    state = (anchors, lengths, starts, counts, record)
+    op = torch.ops.pydflash.round_commit
+    _run(native.round_commit, op, tokens, index, num_accepted, bonus, active, features, features_out, *state)
