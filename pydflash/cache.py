@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 
 import torch
@@ -41,6 +42,12 @@ class KVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.capacity = capacity
 
+    def row(self, b: int) -> KVCache:
+        """Sequence b alone, as a cache of batch 1 over the same memory."""
+        one = copy.copy(self)
+        one.k, one.v, one.lengths = self.k[:, b : b + 1], self.v[:, b : b + 1], self.lengths[b : b + 1]
+        return one
+
     @property
     def rows(self) -> int:
         return self.k.shape[3]
@@ -56,13 +63,15 @@ class KVCache:
 
         Raises: ValueError if a sequence would grow beyond `capacity`, or by more rows than there are.
         """
-        if self.lengths.device.type == "cpu":
-            if int(counts.min()) < 0 or int(counts.max()) > index.shape[1]:
-                raise ValueError(f"KVCache: counts must be 0 to {index.shape[1]} (the rows), got {counts.tolist()}")
-            needed = int((self.lengths + counts).max()) + skipped
-            if needed > self.capacity:
-                raise ValueError(f"KVCache: capacity must be at least {needed} positions, got {self.capacity}")
+        if self.lengths.device.type == "cpu" and (int(counts.min()) < 0 or int(counts.max()) > index.shape[1]):
+            raise ValueError(f"KVCache: counts must be 0 to {index.shape[1]} (the rows), got {counts.tolist()}")
+        self.check_room(counts + skipped)
         if skipped:
             self.lengths += skipped
         ops.cache_append(self.k, self.v, k, v, index, self.lengths)
         self.lengths += counts
+
+    def check_room(self, counts: Tensor | int) -> None:
+        """Raise ValueError where a sequence would grow beyond `capacity`; on a device its lengths cannot be read."""
+        if self.lengths.device.type == "cpu" and (needed := int((self.lengths + counts).max())) > self.capacity:
+            raise ValueError(f"KVCache: capacity must be at least {needed} positions, got {self.capacity}")

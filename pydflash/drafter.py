@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import checkpoint, ops, reference
+from . import checkpoint, fused, ops, reference
 from .cache import KVCache
 from .config import DrafterConfig, check_target
+from .decoder import Projection
+from .drafter_decoder import DrafterDecoder, block_masks, decoder_of
+from .drafter_weights import CanonicalNames
 from .layers import CandidateSelector, Convolve, DrafterLayer
 from .rope import RotaryTable
-
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_PARENT = {"qkv_proj": "self_attn", "o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn"}
-_PARENT |= {"gate_up_proj": "mlp", "down_proj": "mlp"}
-_OWN = ("embed_tokens.weight", "lm_head.weight")
 
 
 def _exact_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +51,7 @@ class Proposal(NamedTuple):
     log_normalizers: Tensor | None = None
 
 
-class Drafter(nn.Module):
+class Drafter(CanonicalNames):
     """A DFlash or DFlash 2 drafter.
 
     Args:
@@ -86,7 +84,8 @@ class Drafter(nn.Module):
         self._rotary = RotaryTable(
             config.rope, config.head_dim, config.max_position_embeddings, interleaved=config.rope_interleaved
         )
-        self._context_weights: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None
+        self._context_weights: tuple[tuple[object, ...], Projection, Tensor] | None = None
+        self._decoder: tuple[tuple[int, ...], DrafterDecoder | None] | None = None
 
     # --- loading and saving ---------------------------------------------------------------------------------
 
@@ -114,38 +113,6 @@ class Drafter(nn.Module):
         """Write config.json and model.safetensors, in the "zlab" or the "speculators" layout, atomically."""
         checkpoint.save_checkpoint(directory, self.config, self.canonical(), layout=layout)
 
-    def load_canonical(self, tensors: dict[str, Tensor]) -> None:
-        """Take over tensors under the names of the Z-Lab layout; they are not copied where they need no fusing."""
-        config, state = self.config, dict(tensors)
-        own = {name: state.pop(name) for name in _OWN if name in state}
-        if (table := own.get("embed_tokens.weight")) is not None:
-            self.embed_tokens = nn.Embedding(table.shape[0], table.shape[1], device="meta")
-        if (head := own.get("lm_head.weight")) is not None:
-            self.lm_head = nn.Linear(config.hidden_size, head.shape[0], bias=False, device="meta")
-        for name in ("d2t", "mask_embedding"):
-            self.register_buffer(name, state.pop(name, None))
-        fused = {ours: _gather(theirs, state) for ours, theirs in _names(self)}
-        extra = dict(own)
-        extra |= {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer is not None}
-        self.load_state_dict(fused | extra, strict=True, assign=True)
-
-    def canonical(self) -> dict[str, Tensor]:
-        """All tensors under the names of the Z-Lab layout; the inverse of `load_canonical`."""
-        config, state = self.config, self.state_dict()
-        sizes = {
-            "qkv_proj": [n * config.head_dim for n in self.stack[0].sizes],
-            "gate_up_proj": [config.intermediate_size] * 2,
-        }
-        out = {}
-        for ours, theirs in _names(self):
-            tensor = state.pop(ours)
-            if len(theirs) == 1:
-                out[theirs[0]] = tensor
-            else:
-                parts = tensor.split(sizes[ours.rsplit(".", 2)[-2]])
-                out |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
-        return out | state
-
     def check_target(self, *, hidden_size: int, num_layers: int, vocab_size: int, embedding_rows: int) -> None:
         """Raise ValueError, naming the key, where this drafter was not made for such a target."""
         check_target(
@@ -162,11 +129,6 @@ class Drafter(nn.Module):
         return ops if self.backend == "native" else reference
 
     @property
-    def stack(self) -> list[DrafterLayer]:
-        """The decoder layers, typed."""
-        return [cast("DrafterLayer", layer) for layer in self.layers]
-
-    @property
     def device(self) -> torch.device:
         return self.fc.weight.device
 
@@ -177,6 +139,10 @@ class Drafter(nn.Module):
     def reserve(self, positions: int) -> None:
         """Make `forward` and `context_keys` ready for positions below this number, on the drafter's device."""
         self._rotary.reserve(positions, self.device)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, head_dim / 2] float32 of the positions reserved so far."""
+        return self._rotary.tables(self.device)
 
     # --- context --------------------------------------------------------------------------------------------
 
@@ -221,7 +187,15 @@ class Drafter(nn.Module):
             raise ValueError(f"append_context: counts must be [{batch}], got {list(counts.shape)}")
         self.reserve(cache.capacity + self.config.block_size)  # the cache may come from another instance
         skipped = max(0, rows - cache.rows) if counts is None else 0  # a ring would overwrite them at once
-        features = features[:, skipped:]
+        features = features[:, skipped:].to(self.dtype)
+        if (decoder := self.decoder()) is not None:
+            cache.check_room(rows if counts is None else counts)
+            if skipped:
+                cache.lengths += skipped
+            valid = torch.full_like(cache.lengths, rows - skipped) if counts is None else counts.to(torch.int32)
+            self._append(decoder, features, cache, valid)
+            cache.lengths += valid
+            return
         slots = torch.arange(rows - skipped, device=features.device, dtype=torch.int32)
         positions = cache.lengths[:, None] + (slots + skipped)
         k, v = self.context_keys(self.fuse(features), positions)
@@ -233,6 +207,33 @@ class Drafter(nn.Module):
             index = torch.where(slots < counts[:, None], slots, -1)
         cache.append(self.ops, k, v, index, counts, skipped)
 
+    def _append(self, decoder: DrafterDecoder, features: Tensor, cache: KVCache, counts: Tensor) -> None:
+        config = self.config
+        projection, norms = self._context_projection()
+        both = projection(decoder.fuse(features, self.hidden_norm.weight), decoder.decoder.semaphores)
+        fused.context_append(
+            both.unflatten(0, features.shape[:2]),
+            norms,
+            config.rms_norm_eps,
+            *self.tables(),
+            cache.k,
+            cache.v,
+            cache.lengths,
+            counts,
+            config.head_dim,
+            config.rope_interleaved,
+            round_first=False,
+        )
+
+    def decoder(self) -> DrafterDecoder | None:
+        """The layers in few launches, on a device with compiled ops and without gradients; else None."""
+        if self.device.type == "cpu" or self.backend != "native" or torch.is_grad_enabled():
+            return None
+        pointers = tuple(parameter.data_ptr() for parameter in self.parameters())
+        if self._decoder is None or self._decoder[0] != pointers:
+            self._decoder = (pointers, decoder_of(self.config, self.stack, self.norm.weight, self.fc))
+        return self._decoder[1]
+
     def fuse(self, features: Tensor) -> Tensor:
         """hidden_norm(fc(features)): [B, C, F * target_hidden_size] to [B, C, H], the same for every layer."""
         return self.hidden_norm(self.fc(features.to(self.dtype)))
@@ -240,17 +241,19 @@ class Drafter(nn.Module):
     def context_keys(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [layers, B, Hkv, C, D] of all layers, in one GEMM, from fused features [B, C, H]."""
         config = self.config
-        weight, bias = self._context_projection()
-        both = F.linear(fused, weight, bias)
+        projection, norms = self._context_projection()
+        both = F.linear(fused, projection.weights[0], projection.biases[0])
         both = both.unflatten(-1, (config.num_layers, 2, config.num_kv_heads, config.head_dim))
         k, v = both.permute(3, 2, 0, 4, 1, 5)  # [2, layers, B, Hkv, C, D]
-        norms = torch.stack([layer.k_norm.weight for layer in self.stack])[:, None, None, None]
-        k = F.rms_norm(k, (config.head_dim,), None, config.rms_norm_eps) * norms
+        k = F.rms_norm(k, (config.head_dim,), None, config.rms_norm_eps) * norms[:, None, None, None]
         cos, sin = self._rotary.lookup(positions.long())
         return self._rotary.rotate(k, cos[:, None], sin[:, None]), v
 
-    def _context_projection(self) -> tuple[Tensor, Tensor | None]:
-        """The k and v rows of every layer's qkv projection as one weight, kept until a projection changes."""
+    def _context_projection(self) -> tuple[Projection, Tensor]:
+        """The k and v rows of every layer's qkv projection as one weight, and the norms of k [layers, D].
+
+        Kept until one of them changes.
+        """
         linears = [layer.qkv_proj for layer in self.stack]
         for i, linear in enumerate(linears):
             # A packed weight cannot be cut into rows, and an adapter around a layer would be passed over.
@@ -260,11 +263,12 @@ class Drafter(nn.Module):
         first = self.stack[0].sizes[0] * self.config.head_dim
         # With gradients the weights must be seen; weights made in inference mode do not tell when they change.
         if torch.is_grad_enabled() or linears[0].weight.is_inference():
-            return _stacked(linears, first)
-        mark = tuple((w.data_ptr(), w.dtype, w._version) for m in linears for w in m.parameters())
+            return _stacked(self.stack, first)
+        parts = [*linears, *[layer.k_norm for layer in self.stack]]
+        mark = tuple((w.data_ptr(), w.dtype, w._version) for m in parts for w in m.parameters())
         if self._context_weights is None or self._context_weights[0] != mark:
             with torch.no_grad():
-                self._context_weights = (mark, *_stacked(linears, first))
+                self._context_weights = (mark, *_stacked(self.stack, first))
         return self._context_weights[1:]
 
     # --- the block ------------------------------------------------------------------------------------------
@@ -311,9 +315,10 @@ class Drafter(nn.Module):
         config, device = self.config, anchors.device
         ids = torch.full((anchors.shape[0], block_size), config.mask_token_id, device=device)
         ids[:, 0] = anchors
-        depths = torch.arange(block_size, dtype=torch.int32, device=device)[None]
-        bidirectional = torch.full((1, block_size), (1 << block_size) - 1 if block_size < 64 else -1, device=device)
-        causal = bidirectional if block_size == 1 else (2 << depths.long()) - 1
+        embeddings = self.embed(ids, table)
+        if (decoder := self.decoder()) is not None:
+            return decoder.hidden(embeddings, cache, self.tables())
+        depths, bidirectional, causal = block_masks(block_size, device)
         lengths = cache.lengths
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -321,7 +326,7 @@ class Drafter(nn.Module):
             k_cache, v_cache = cache.k[layer], cache.v[layer]
             return self.ops.block_attention(q, k_cache, v_cache, k, v, lengths, visible, depths, config.window(layer))
 
-        return self(self.embed(ids, table), lengths[:, None] + depths, attend, self.ops.block_conv)
+        return self(embeddings, lengths[:, None] + depths, attend, self.ops.block_conv)
 
     def logits(self, hidden: Tensor, head: nn.Module | None) -> Tensor:
         """Draft logits [..., V or draft vocabulary] of hidden states, multiplier and soft cap applied."""
@@ -351,7 +356,7 @@ class Drafter(nn.Module):
         block_size: int | None = None,
         temperature: Tensor | float | None = None,
         seeds: Tensor | Sequence[int] | int = 0,
-        normalizers: float = 0.0,
+        normalizers: Tensor | float | None = None,
     ) -> Proposal:
         """Draft one block after each anchor, in one forward pass.
 
@@ -363,8 +368,8 @@ class Drafter(nn.Module):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws.
-            normalizers: Above 0, also fill `log_normalizers` at this temperature: what probabilities of independent
-                slots need.
+            normalizers: Also fill `log_normalizers` at this temperature, a number above 0 or [B]: what probabilities
+                of independent slots need.
 
         Returns: a `Proposal`.
 
@@ -395,33 +400,15 @@ class Drafter(nn.Module):
         )
         if self.d2t is not None:
             tokens, candidates = tokens + self.d2t[tokens], candidates + self.d2t[candidates]
-        known = normalizers > 0 and selector is None
-        log_normalizers = (logits.float() / normalizers).logsumexp(-1) if known else None
+        log_normalizers = None
+        if normalizers is not None and selector is None:
+            heat = normalizers[:, None, None] if isinstance(normalizers, Tensor) else normalizers
+            log_normalizers = (logits[..., : config.draft_vocab_size].float() / heat).logsumexp(-1)
         return Proposal(tokens, candidates, probs, scores, log_normalizers)
 
 
-def _stacked(linears: list[nn.Linear], first: int) -> tuple[Tensor, Tensor | None]:
+def _stacked(layers: list[DrafterLayer], first: int) -> tuple[Projection, Tensor]:
+    linears = [layer.qkv_proj for layer in layers]
     weight = torch.cat([linear.weight[first:] for linear in linears])
-    biased = linears[0].bias is not None
-    return weight, torch.cat([linear.bias[first:] for linear in linears]) if biased else None
-
-
-def _names(drafter: Drafter) -> list[tuple[str, tuple[str, ...]]]:
-    """Our parameter names, each with the Z-Lab names of what is fused into it."""
-    pairs: list[tuple[str, tuple[str, ...]]] = []
-    for ours, _ in drafter.named_parameters():
-        parts = ours.split(".")
-        if parts[0] in ("embed_tokens", "lm_head"):
-            continue
-        if parts[0] != "layers":
-            pairs.append((ours, (ours,)))
-            continue
-        module = parts[2]
-        where = [*parts[:2], _PARENT[module]] if module in _PARENT else parts[:2]
-        pairs.append((ours, tuple(".".join([*where, name, *parts[3:]]) for name in FUSED.get(module, (module,)))))
-    return pairs
-
-
-def _gather(names: tuple[str, ...], state: dict[str, Tensor]) -> Tensor:
-    parts = [state[name] for name in names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    bias = torch.cat([linear.bias[first:] for linear in linears]) if linears[0].bias is not None else None
+    return Projection((weight,), (bias,)), torch.stack([layer.k_norm.weight for layer in layers])

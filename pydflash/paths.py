@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,22 +17,22 @@ PATHS = ("walk", "viterbi", "tree")
 MOST_NODES = 63
 _SIZES = (15, 31, 63)  # what "auto" chooses from, beside a tree as large as the chain
 _TRIALS = 3
+# Tokens a round by the number of nodes, against a walk of 7 drafts: docs/trees.md, greedy, 200 prompts.
+_TYPICAL = {15: 1.26, 31: 1.36, 63: 1.44}
 
 
 class Block(NamedTuple):
     """Slots to verify.
 
     Attributes:
-        tokens: [1, S], the anchor first.
+        tokens: [B, S], the anchor first.
         tree: Their shape, None for a chain.
-        deepest: Drafts on the longest path.
-        q: (ids [1, W, K], probs [1, W, K]), the law that the drafts of slots 1..W were drawn from one after the other,
+        q: (ids [B, W, K], probs [B, W, K]), the law that the drafts of slots 1..W were drawn from one after the other,
             or None where they were chosen.
     """
 
     tokens: Tensor
     tree: Tree | None
-    deepest: int
     q: tuple[Tensor, Tensor] | None = None
 
 
@@ -87,22 +86,26 @@ class Paths:
         return 1 + (self.num_nodes if self.path == "tree" else self.slots)
 
     def block(
-        self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int, temperature: float = 1.0
+        self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int, temperature: Tensor | float = 1.0
     ) -> Block:
-        """The block after `anchors` [1] from the first `slots` drafting slots of a proposal.
+        """The block after `anchors` [B] from the first `slots` drafting slots of a proposal.
 
-        temperature: At which nodes and paths are weighed. A tree over drafts that were sampled has their walk as its
-        trunk: what was drawn from q may not be chosen after the fact.
+        temperature: At which nodes and paths are weighed, [B] or a number. A tree over drafts that were sampled has
+        their walk as its trunk: what was drawn from q may not be chosen after the fact.
         """
         q = None if proposal.probs is None else (proposal.candidates[:, :slots], proposal.probs[:, :slots])
         if self.path == "walk":
-            return Block(torch.cat([anchors[:, None], proposal.tokens[:, :slots]], 1), None, slots, q)
+            return Block(torch.cat([anchors[:, None], proposal.tokens[:, :slots]], 1), None, q)
         scores = proposal.scores[:, :slots]
-        lattice = proposal.candidates[:, :slots], scores if temperature == 1 else scores / temperature
+        if isinstance(temperature, Tensor):
+            scores = scores / temperature.view(-1, *[1] * (scores.dim() - 1))
+        elif temperature != 1:
+            scores = scores / temperature
+        lattice = proposal.candidates[:, :slots], scores
         normalizers = None if proposal.log_normalizers is None else proposal.log_normalizers[:, :slots]
         if self.path == "viterbi":
             tokens, _ = ops.path_viterbi(*lattice, normalizers)
-            return Block(torch.cat([anchors[:, None], tokens], 1), None, slots)
+            return Block(torch.cat([anchors[:, None], tokens], 1), None)
         nodes = min(self.num_nodes, lattice_nodes(slots, proposal.candidates.shape[-1]))
         found = None
         if self.auto:
@@ -114,8 +117,7 @@ class Paths:
             found = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
             q = None if q is None else (q[0][:, :width], q[1][:, :width])
         tokens, *shape, _ = (x[:, : nodes + 1] for x in found)
-        tree = Tree(*shape)
-        return Block(tokens, tree, int(tree.depths.max()), q)
+        return Block(tokens, Tree(*shape), q)
 
     def _best_size(self, log_probs: Tensor) -> int:
         """The number of nodes with the most expected tokens per second; a tree's first nodes are the smaller tree."""
@@ -123,9 +125,18 @@ class Paths:
         sizes = [size for size in self.costs if size < len(expected)] or [len(expected) - 1]
         return max(sizes, key=lambda size: expected[size] / self.costs.get(size, 1.0))
 
+    def sizes(self) -> list[int]:
+        """The sizes that "auto" chooses from."""
+        return sorted({min(size, self.num_nodes) for size in (self.slots, *_SIZES)})
+
+    def settle(self, costs: dict[int, float]) -> None:
+        """Choose one size for all rounds, where a round cannot choose: by the seconds that each takes the target."""
+        self.costs, self.auto = costs, False
+        self.num_nodes = max(costs, key=lambda size: _TYPICAL.get(size, 1.0) / costs[size])
+
     def measure(self, target: Any, draft_seconds: float) -> None:
         """Time the target's forward for the sizes "auto" chooses from; `draft_seconds` is the rest of a round."""
-        sizes = sorted({min(size, self.num_nodes) for size in (self.slots, *_SIZES)})
+        sizes = self.sizes()
         ids = torch.full((1, 64), 1, device=target.device)
         room = target.max_length or 256
         cache = target.new_cache(1, 256)
@@ -133,19 +144,19 @@ class Paths:
         times: dict[int, list[float]] = {size: [] for size in sizes}
         for trial in range(_TRIALS + 1):
             for size in sizes:
-                seconds = _verify_seconds(target, cache, _bushy(size, self.slots), ids)
+                seconds = _verify_seconds(target, cache, bushy(size, self.slots), ids)
                 if trial:
                     times[size].append(seconds)
         self.costs = {size: statistics.median(found) + draft_seconds for size, found in times.items()}
 
 
-def _bushy(nodes: int, depth: int) -> list[int]:
+def bushy(nodes: int, depth: int) -> list[int]:
     """Parents of a tree of `nodes` drafts: a chain down to `depth`, the others below the anchor."""
     chain = min(nodes, depth)
     return [-1, *range(chain), *[0] * (nodes - chain)]
 
 
-def _verify_seconds(target: Any, cache: Any, parents: Sequence[int], ids: Tensor) -> float:
+def _verify_seconds(target: Any, cache: Any, parents: list[int], ids: Tensor) -> float:
     tree = tree_of(parents, target.device)
     begin = time.perf_counter()
     target.verify(ids[:, : len(parents)], cache, tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class Request:
 
     Attributes:
         ids: Prompt and emitted tokens; the last one is the anchor.
-        starts: [1] position of the anchor, on the device.
-        features: [1, C, F * H] of tokens that are committed but not yet in the drafter's context.
+        state: What the loop that runs it keeps for it.
     """
 
     ids: list[int]
@@ -58,10 +57,20 @@ class Request:
     processors: Sequence[LogitsProcessor]
     output: Output
     stats: Stats
-    starts: Tensor
-    target_cache: Any = None
-    context: Any = None
-    features: Tensor | None = None
+    state: Any = None
+
+    def take(self, found: Round) -> Chunk:
+        """Take in what a round brought, up to where the request ends."""
+        taken, text = self.output.extend(found.tokens)
+        self.ids += taken
+        stats = self.stats
+        # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
+        stats.num_drafted.append(found.deepest if len(taken) == len(found.tokens) else len(taken) - 1)
+        stats.num_accepted.append(len(taken) - 1)
+        stats.num_verified.append(len(found.block) - 1)
+        if stats.proposals is not None:
+            stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
+        return Chunk(taken, text)
 
     def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
         """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position.
@@ -103,6 +112,17 @@ class Round(NamedTuple):
     tokens: list[int]
 
 
+class Loop(Protocol):
+    """Runs the requests of a batch, at most `most_rows`; the host's loop and the device's are two."""
+
+    most_rows: int
+
+    def begin(self, requests: Sequence[Request]) -> list[list[int]]: ...
+    def step(self, requests: Sequence[Request]) -> list[Round]: ...
+    def retire(self, requests: Sequence[Request], row: int) -> None: ...
+    def end(self, requests: Sequence[Request]) -> None: ...
+
+
 class Stream:
     """Iterator over the chunks of one request. Abandoning it costs nothing and disturbs nobody.
 
@@ -110,14 +130,9 @@ class Stream:
         output: The `Generation` so far; complete once the iterator is exhausted.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        prefill: Callable[[Request], list[int]],
-        round_: Callable[[Request], Round],
-    ) -> None:
+    def __init__(self, request: Request, loop: Loop) -> None:
         self._request = request
-        self._chunks = _chunks(request, prefill, round_)
+        self._chunks = _chunks(request, loop)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -127,36 +142,48 @@ class Stream:
 
     @property
     def output(self) -> Generation:
-        output = self._request.output
-        return Generation(list(output.token_ids), output.text, output.finish_reason or "length", self._request.stats)
+        return generation(self._request)
 
 
-def _chunks(
-    request: Request,
-    prefill: Callable[[Request], list[int]],
-    round_: Callable[[Request], Round],
-) -> Iterator[Chunk]:
-    output, stats = request.output, request.stats
-    if output.finish_reason is not None:
+def generation(request: Request) -> Generation:
+    """What a request has brought so far."""
+    output = request.output
+    return Generation(list(output.token_ids), output.text, output.finish_reason or "length", request.stats)
+
+
+def _chunks(request: Request, loop: Loop) -> Iterator[Chunk]:
+    for chunks in run(loop, [request]):
+        yield chunks[0]
+
+
+def run(loop: Loop, requests: Sequence[Request]) -> Iterator[list[Chunk]]:
+    """Run a batch to its end: the chunk of each request, round by round, empty for those that are finished."""
+    waiting = [request for request in requests if request.output.finish_reason is None]
+    if not waiting:
         return
-    begin = time.perf_counter()
-    with torch.inference_mode():
-        tokens = prefill(request)
-    taken, text = output.extend(tokens)
-    request.ids += taken
-    stats.prefill_seconds = time.perf_counter() - begin
-    yield Chunk(taken, text)
-    while output.finish_reason is None:
-        begin = time.perf_counter()
+    try:
         with torch.inference_mode():
-            found = round_(request)
-        taken, text = output.extend(found.tokens)
-        request.ids += taken
-        # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
-        stats.num_drafted.append(found.deepest if len(taken) == len(found.tokens) else len(taken) - 1)
-        stats.num_accepted.append(len(taken) - 1)
-        stats.num_verified.append(len(found.block) - 1)
-        if stats.proposals is not None:
-            stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
-        stats.decode_seconds += time.perf_counter() - begin
-        yield Chunk(taken, text)
+            first = loop.begin(waiting)
+        chunks = {}
+        for row, (request, tokens) in enumerate(zip(waiting, first, strict=True)):
+            taken, text = request.output.extend(tokens)
+            request.ids += taken
+            chunks[id(request)] = Chunk(taken, text)
+            if request.output.finish_reason is not None:
+                loop.retire(waiting, row)
+        yield [chunks.get(id(request), Chunk([], "")) for request in requests]
+        while any(request.output.finish_reason is None for request in waiting):
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                rounds = loop.step(waiting)
+            chunks = {}
+            for row, (request, found) in enumerate(zip(waiting, rounds, strict=True)):
+                if request.output.finish_reason is not None:
+                    continue
+                chunks[id(request)] = request.take(found)
+                request.stats.decode_seconds += time.perf_counter() - begin
+                if request.output.finish_reason is not None:
+                    loop.retire(waiting, row)
+            yield [chunks.get(id(request), Chunk([], "")) for request in requests]
+    finally:
+        loop.end(waiting)

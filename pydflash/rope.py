@@ -83,6 +83,10 @@ class RotaryTable:
         cos, sin = (angles.cos() * self._factor).float(), (angles.sin() * self._factor).float()
         self._tables[device] = (cos.to(device), sin.to(device))
 
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D / 2] float32 of the positions reserved so far."""
+        return self._tables[device]
+
     def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [..., D / 2] float32 of integer `positions` [...], which must be reserved."""
         cos, sin = self._tables[positions.device]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +14,16 @@ from torch import Tensor, nn
 
 from . import _backends, ops, reference
 from .drafter import Drafter, Proposal
-from .paths import PATHS, Block, Paths
-from .request import LogitsProcessor, Request, Round, Stream
+from .host_loop import HostLoop
+from .paths import PATHS, Paths
+from .request import LogitsProcessor, Loop, Request, Stream, generation, run
 from .sampling import SamplingParams, row_seeds
 from .stats import Stats
-from .target import Target, TargetOutput
+from .target import Target
 from .target_defaults import GenerationDefaults
 from .text import Output, Prompt, encode, split_prompts, token_ids_of
+
+TARGET_PATHS = ("auto", "fast", "generic")
 
 
 class DrafterLike(Protocol):
@@ -61,6 +62,9 @@ class Speculator:
             whose walk is coherent; not for DFlash, whose slots know nothing of each other. A tree has the sampled
             walk as its trunk.
         backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
+        target_path: "fast" runs whole rounds on the device, batches too, in one CUDA graph where there is CUDA, for
+            targets of standard attention; "generic" runs any target through its own cache, a sequence at a time.
+            "auto" is fast on a GPU where the target can, else generic; `stats.backends` says which, and why.
 
     A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
 
@@ -78,6 +82,7 @@ class Speculator:
         num_nodes: int | str | None = None,
         draft_sampling: bool | None = None,
         backend: str = "auto",
+        target_path: str = "auto",
         quantize: str | None = None,
         optimize: str | None = None,
     ) -> None:
@@ -101,13 +106,14 @@ class Speculator:
                 f"Speculator: the target must be float32, bfloat16 or float16 for the native ops, got {target.dtype}; "
                 "backend='reference' takes it"
             )
-        self._backends = {"ops": backend_name, "target": "generic"}
+        self._backends = {"ops": backend_name}
         self.block_size = 1
         self.draft_sampling = False
         if drafter is None:
             if path in PATHS[1:]:
                 raise ValueError(f"Speculator: path must be 'walk' where drafter is None, got {path!r}")
             self._paths = Paths(path, num_nodes, 0, 1)
+            self._loop = self._choose_loop(target_path)
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
@@ -132,6 +138,7 @@ class Speculator:
                 self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
                 self.drafter.backend = self._backend
             self._backends["drafter"] = backend_name
+        self._loop = self._choose_loop(target_path)
 
     @classmethod
     def from_pretrained(
@@ -162,31 +169,39 @@ class Speculator:
         paths = Paths(path, num_nodes, self.block_size - 1, config.num_candidates if config else 1)
         if path == "viterbi" and draft_sampling:
             raise ValueError(f"Speculator: draft_sampling must be off where path is {path!r}, got {draft_sampling!r}")
-        if path == "tree":
-            self.target.check_trees()
-            if paths.auto:
-                paths.measure(self.target, self._draft_seconds())
         walks = path != "viterbi" and config is not None and config.version == 2
         self.draft_sampling = walks if draft_sampling is None else draft_sampling
         return paths
 
-    def _draft_seconds(self) -> float:
-        """What a proposal takes; the median of three after one to warm up."""
-        assert self.drafter is not None
-        times = []
-        for _ in range(4):
-            cache = self.drafter.new_cache(1, 64 + self.block_size)
-            config, target = self.drafter.config, self.target
-            width = len(config.target_layer_ids) * target.hidden_size
-            features = torch.zeros(1, 4, width, dtype=target.dtype, device=target.device)
-            begin = time.perf_counter()
-            with torch.inference_mode():
-                self.drafter.append_context(features, cache)
-                anchors = torch.ones(1, dtype=torch.long, device=target.device)
-                tables = {"embed": target.embed_weight, "head": target.head}
-                int(self.drafter.propose(anchors, cache, **tables, block_size=self.block_size).tokens.sum())
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+    def _choose_loop(self, target_path: str) -> Loop:
+        """The loop on the device where it is asked for or pays, else the loop of the host."""
+        if target_path not in TARGET_PATHS:
+            names = ", ".join(map(repr, TARGET_PATHS))
+            raise ValueError(f"Speculator: target_path must be one of {names}, got {target_path!r}")
+        target, drafter, own = self.target, self.drafter, self._backend == "native"
+        reason = None
+        if not own or (drafter is not None and not isinstance(drafter, Drafter)):
+            reason = "backend='reference'" if not own else f"a drafter of type {type(drafter).__name__}"
+        if target_path == "fast" and reason is not None:
+            raise ValueError(f"Speculator: target_path must be 'generic' or 'auto' with {reason}, got 'fast'")
+        if target_path == "fast" or (target_path == "auto" and target.device.type == "cuda" and reason is None):
+            from .device_loop import DeviceLoop
+            from .target_fast import FastTarget
+
+            try:
+                fast = FastTarget(target)
+            except ValueError as error:
+                if target_path == "fast":
+                    raise
+                reason = str(error)
+            else:
+                self._backends["target"] = f"fast, {fast.form}"
+                used = drafter if self.block_size > 1 and isinstance(drafter, Drafter) else None
+                return DeviceLoop(fast, used, self._paths, self.block_size, self.draft_sampling)
+        if self._paths.path == "tree":
+            target.check_trees()
+        self._backends["target"] = "generic" if reason is None else f"generic ({reason})"
+        return HostLoop(target, drafter, self.ops, self._paths, self.block_size, self.draft_sampling)
 
     def _defaults(self) -> GenerationDefaults:
         """What the target's generation config asks for now; users change it between requests."""
@@ -247,26 +262,17 @@ class Speculator:
         Raises: ValueError naming the argument, what is allowed and what came.
         """
         prompts, many = split_prompts(prompt)
-        seeds = row_seeds(seed, len(prompts))
-        results = []
-        for single, row_seed in zip(prompts, seeds, strict=True):
-            stream = self.stream(
-                single,
-                max_new_tokens,
-                temperature,
-                top_p,
-                top_k,
-                min_p,
-                row_seed,
-                stop_token_ids,
-                stop_strings,
-                logits_processor,
-                return_proposals,
-                chat_template=chat_template,
-            )
-            for _ in stream:
+        sampling = (temperature, top_p, top_k, min_p)
+        ends = (stop_token_ids, stop_strings, logits_processor)
+        requests = [
+            self._request(single, max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
+            for single, row_seed in zip(prompts, row_seeds(seed, len(prompts)), strict=True)
+        ]
+        size = self._loop.most_rows
+        for i in range(0, len(requests), size):
+            for _ in run(self._loop, requests[i : i + size]):
                 pass
-            results.append(stream.output)
+        results = [generation(request) for request in requests]
         return results if many else results[0]
 
     def stream(
@@ -289,15 +295,34 @@ class Speculator:
         prompts, many = split_prompts(prompt)
         if many:
             raise ValueError(f"stream: prompt must be a single one, got a list of {len(prompts)}")
+        sampling = (temperature, top_p, top_k, min_p)
+        ends = (stop_token_ids, stop_strings, logits_processor)
+        (row_seed,) = row_seeds(seed, 1)
+        request = self._request(prompts[0], max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
+        return Stream(request, self._loop)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int | None,
+        sampling: tuple[float | None, float | None, int | None, float | None],
+        seed: int,
+        ends: tuple[Any, Any, Any],
+        return_proposals: bool,
+        chat_template: str | bool | None,
+    ) -> Request:
+        """A checked request, with the target's own settings where none are given."""
+        temperature, top_p, top_k, min_p = sampling
+        stop_token_ids, stop_strings, logits_processor = ends
         defaults = self._defaults()
         params = SamplingParams.resolve(defaults.sampling, temperature, top_k, top_p, min_p)
-        ids = encode(prompts[0], self.tokenizer, chat_template, self.target.embed_weight.shape[0])
+        ids = encode(prompt, self.tokenizer, chat_template, self.target.embed_weight.shape[0])
         if params.greedy and temperature is None and any(x is not None for x in (top_p, top_k, min_p)):
             warnings.warn(
                 "top_p, top_k and min_p change nothing here: the target's generation config does not sample; give a "
                 "temperature above 0",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         if stop_token_ids is None:
             stop_token_ids = defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
@@ -309,18 +334,15 @@ class Speculator:
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         limit = self._token_limit(len(ids), max_new_tokens)
-        device = self.target.device
-        own = defaults.processors(len(ids), stops, device)
-        request = Request(
+        own = defaults.processors(len(ids), stops, self.target.device)
+        return Request(
             ids=ids,
             params=params,
-            seeds=torch.tensor(row_seeds(seed, 1), device=device),
+            seeds=torch.tensor([seed], device=self.target.device),
             processors=[*own, *(logits_processor or ())],
             output=Output(self.tokenizer, limit, stops, stop_strings),
             stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
-            starts=torch.full((1,), len(ids) - 1, dtype=torch.int32, device=device),
         )
-        return Stream(request, self._prefill, self._round)
 
     def _token_limit(self, prompt_length: int, max_new_tokens: int | None) -> int:
         if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
@@ -334,81 +356,6 @@ class Speculator:
         if max_new_tokens is None:
             raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
         return max_new_tokens
-
-    # --- the round ------------------------------------------------------------------------------------------
-
-    def _prefill(self, request: Request) -> list[int]:
-        """Run the prompt through the target and take the first token from its last row."""
-        target, length = self.target, len(request.ids)
-        capacity = length + request.output.limit + self._paths.rows
-        request.target_cache = target.new_cache(1, capacity)
-        prompt = torch.tensor([request.ids], device=target.device)
-        out = target.prefill(prompt, request.target_cache)
-        _, _, bonus = self._accept(request, out, Block(prompt[:, -1:], None, 0))
-        request.starts += 1
-        if self.block_size > 1 and self.drafter is not None:
-            request.context = self.drafter.new_cache(1, length + request.output.limit + self.block_size)
-            request.features = out.features
-        return [int(bonus)]
-
-    def _round(self, request: Request) -> Round:
-        """Propose, verify, accept, commit."""
-        target = self.target
-        anchors = torch.tensor([request.ids[-1]], device=target.device)
-        block = Block(anchors[:, None], None, 0)
-        slots = self._useful_slots(request)
-        if request.context is not None and slots > 1:
-            proposal = self._propose(request, anchors)
-            block = self._paths.block(self.ops, anchors, proposal, slots - 1, request.params.temperature or 1.0)
-        out = target.verify(block.tokens, request.target_cache, block.tree)
-        index, num_accepted, bonus = self._accept(request, out, block)
-        target.commit(request.target_cache, index, num_accepted)
-        kept = index[0, : int(num_accepted) + 1].long()
-        if out.features is not None:
-            request.features = out.features[:, kept] if block.tree is not None else out.features[:, : len(kept)]
-        request.starts += len(kept)
-        tokens = [*block.tokens[0, kept[1:]].tolist(), int(bonus)]
-        parents = None if block.tree is None else block.tree.parents[0].tolist()
-        return Round(block.tokens[0].tolist(), parents, block.deepest, tokens)
-
-    def _useful_slots(self, request: Request) -> int:
-        """A full block, but no position at or beyond the target's context limit."""
-        longest = self.target.max_length
-        if longest is None:
-            return self.block_size
-        return max(1, min(self.block_size, longest - len(request.ids)))
-
-    def _propose(self, request: Request, anchors: Tensor) -> Proposal:
-        if self.drafter is None or request.features is None:
-            raise RuntimeError("Speculator: a round needs the features of the tokens committed before it")
-        self.drafter.append_context(request.features, request.context)
-        sampled = self.draft_sampling and not request.params.greedy
-        return self.drafter.propose(
-            anchors,
-            request.context,
-            embed=self.target.embed_weight,
-            head=self.target.head,
-            block_size=self.block_size,
-            temperature=request.params.temperature if sampled else None,
-            seeds=request.seeds,
-            **({"normalizers": request.params.temperature or 1.0} if self._paths.path != "walk" else {}),
-        )
-
-    def _accept(self, request: Request, out: TargetOutput, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        params = request.params
-        parents = None if block.tree is None else block.tree.parents
-        return self.ops.reject_sample(
-            request.process(out.logits, block.tokens, parents),
-            block.tokens,
-            parents,
-            block.q,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            request.seeds,
-            request.starts,
-        )
 
 
 def _tokenizer_stops(tokenizer: Any) -> list[int]:

@@ -154,7 +154,7 @@ class AnyTrees:
             taken = {tokens[i] for i in range(1, slot) if parents[i] == parent}
             left = [x for x in choices if x not in taken] or [x for x in range(VOCAB) if x not in taken]
             tokens.append(self.draw.choice(left[:4]))
-        return Block(torch.tensor([tokens]), tree, int(tree.depths.max()))
+        return Block(torch.tensor([tokens]), tree)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -168,7 +168,7 @@ def test_the_text_for_a_seed_is_that_of_plain_decoding(version: int, temperature
     trees.append(Speculator(model, drafter, path="viterbi"))
     for seed in range(3):
         trees.append(make(num_nodes=1))
-        trees[-1]._paths = AnyTrees(seed)  # type: ignore[assignment]
+        trees[-1]._loop.paths = AnyTrees(seed)  # type: ignore[assignment]
     means = []
     for spec in trees:
         accepted: list[int] = []

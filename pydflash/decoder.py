@@ -1,0 +1,190 @@
+"""A stack of pre-norm decoder layers in few launches: what the drafter and most targets have in common.
+
+It reads its keys and values from a cache of committed positions and puts the block's own into buffers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import fused, ops
+from .cache import KVCache
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One to three weights [N_i, K] that read the same input, with a bias or None each."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    gated: bool = False  # silu(first) * second
+
+    def __call__(self, x: Tensor, semaphores: Tensor | None) -> Tensor:
+        """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
+        rows, width = x.shape
+        if x.is_cuda and x.dtype in HALF and 0 < rows <= fused.MOST_ROWS and width % 8 == 0:
+            return fused.skinny_linear(x, self.weights, self.biases, self.gated, semaphores)
+        parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        if self.gated:
+            return F.silu(parts[0]) * parts[1]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The two block convolutions around a sublayer: bases [T, H] before and after it, and what makes their deltas."""
+
+    before: Tensor
+    after: Tensor
+    deltas: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. window: 0 where it sees everything; causal: whether its slots see earlier slots only."""
+
+    input_norm: Tensor
+    qkv: Projection
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Projection
+    post_norm: Tensor
+    gate_up: Projection
+    down: Projection
+    window: int = 0
+    causal: bool = False
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """How a family computes RMSNorm; see `fused.add_rms_norm`."""
+
+    eps: float
+    weight_offset: float = 0.0
+    round_first: bool = True
+
+    def __call__(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + delta, x + delta), [M, H] each."""
+        return fused.add_rms_norm(x, delta, weight, self.eps, self.weight_offset, self.round_first)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where a forward's slots stand, and what they see. visibility, depths: [B or 1, S] int64 and int32.
+
+    causal: visibility of causal layers, where they differ. k, v: [layers, B, Hkv, S, D], written by the forward.
+    """
+
+    visibility: Tensor
+    depths: Tensor
+    k: Tensor
+    v: Tensor
+    causal: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Decoder:
+    """Layers with their shapes.
+
+    Attributes:
+        rotary_dim: Rotated channels of each head.
+        final_norm: [H].
+        semaphores: Zeros for `fused.skinny_linear`; a Decoder runs in one stream at a time.
+    """
+
+    layers: Sequence[LayerWeights]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    scale: float
+    norm: Norm
+    head_norm: Norm
+    final_norm: Tensor
+    semaphores: Tensor | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.final_norm.is_cuda and self.semaphores is None:
+            self.semaphores = torch.zeros(fused.SEMAPHORES, dtype=torch.int32, device=self.final_norm.device)
+
+    def __call__(
+        self, x: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor], block: Block, taps: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Final-normed hidden states [B, S, H] of x [B, S, H], and the residual stream after each tapped layer.
+
+        tables: cos and sin [positions, rotary_dim / 2] float32.
+        """
+        batch, slots, width = x.shape
+        lengths, marks = cache.lengths, self.semaphores
+        taken: dict[int, Tensor] = {}
+        u, residual = self.norm(x.flatten(0, 1), None, self.layers[0].input_norm)
+        for i, layer in enumerate(self.layers):
+            u, after = _convolve(u, layer.attention_conv, slots, marks)
+            qkv = layer.qkv(u, marks).unflatten(0, (batch, slots))
+            q = fused.head_norm_rope(
+                qkv,
+                layer.q_norm,
+                layer.k_norm,
+                self.head_norm.eps,
+                *tables,
+                lengths,
+                block.depths,
+                block.k[i],
+                block.v[i],
+                self.num_heads,
+                self.rotary_dim,
+                self.interleaved,
+                self.head_norm.weight_offset,
+                self.head_norm.round_first,
+            )
+            seen = block.causal if layer.causal and block.causal is not None else block.visibility
+            attended = ops.block_attention(
+                q,
+                cache.k[i],
+                cache.v[i],
+                block.k[i],
+                block.v[i],
+                lengths,
+                seen,
+                block.depths,
+                layer.window,
+                self.scale,
+            )
+            y = layer.output(attended.transpose(1, 2).reshape(batch * slots, -1), marks)
+            y = _finish(y, layer.attention_conv, after, slots)
+            u, residual = self.norm(residual, y, layer.post_norm)
+            u, after = _convolve(u, layer.mlp_conv, slots, marks)
+            y = layer.down(layer.gate_up(u, marks), marks)
+            y = _finish(y, layer.mlp_conv, after, slots)
+            last = i + 1 == len(self.layers)
+            u, residual = self.norm(residual, y, self.final_norm if last else self.layers[i + 1].input_norm)
+            if i in taps:
+                taken[i] = residual.view(batch, slots, width)
+        return u.view(batch, slots, width), taken
+
+
+def _convolve(
+    u: Tensor, conv: Convolution | None, slots: int, semaphores: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution before a sublayer, and the deltas of the one after it."""
+    if conv is None:
+        return u, None
+    taps = conv.before.shape[0]
+    deltas = conv.deltas(u, semaphores).view(-1, slots, 2, taps, conv.deltas.weights[0].shape[0] // (2 * taps))
+    return ops.block_conv(u.unflatten(0, (-1, slots)), conv.before, deltas[:, :, 0]).flatten(0, 1), deltas[:, :, 1]
+
+
+def _finish(y: Tensor, conv: Convolution | None, deltas: Tensor | None, slots: int) -> Tensor:
+    if conv is None or deltas is None:
+        return y
+    return ops.block_conv(y.unflatten(0, (-1, slots)), conv.after, deltas).flatten(0, 1)
