@@ -109,6 +109,8 @@ class DeviceLoop:
     def retire(self, requests: Sequence[Request], row: int) -> None:
         """One request of a batch is finished."""
         requests[0].state.retire(row)
+        if self.target.device.type == "cuda":
+            requests[row].stats.peak_bytes = torch.cuda.max_memory_allocated(self.target.device)
 
     def end(self, requests: Sequence[Request]) -> None:
         """A batch is finished or abandoned: its buffers go to the next one."""

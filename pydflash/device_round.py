@@ -60,12 +60,11 @@ class DeviceRound:
         self.device = device = target.device
         self.launched = self.collected = 0
         self.ended: Any = None  # an event behind the last use, where the device has streams
-        self._graphs: list[Any] = []
         with torch.inference_mode(), self._on_device():
             self.cache = target.new_cache(batch, capacity)
             self.context = None if drafter is None else drafter.new_cache(batch, capacity)
             slots = paths.rows if drafter is not None else 1
-            ints = {"dtype": torch.int32, "device": device}
+            ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
             self.anchors = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts, self.counts, self.active = (torch.zeros(batch, **ints) for _ in range(3))
             self.record = torch.full((batch, slots + 1), -1, dtype=torch.int64, device=device)
@@ -176,7 +175,7 @@ class DeviceRound:
             for part in parts * 2:
                 part()
         stream.synchronize()
-        graphs = []
+        graphs: list[torch.cuda.CUDAGraph] = []
         try:
             for part in parts:
                 graph = torch.cuda.CUDAGraph()
@@ -187,7 +186,6 @@ class DeviceRound:
             torch.cuda.synchronize(self.device)
             return f"eager (no graph: {str(error).splitlines()[0]})"
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._graphs = graphs
         self._parts = [graph.replay for graph in graphs]
         return "graph"
 

@@ -21,6 +21,7 @@ class Stats:
         prefill_seconds: From the start to the first token, drafter's context excluded.
         decode_seconds: From the first token to the last.
         backends: Which implementation ran each part.
+        peak_bytes: The most memory that torch has held on the target's GPU so far, None on a CPU.
         proposals: The block [anchor, drafts...] of each round, where asked for; a tree's with its parents, as a pair.
     """
 
@@ -31,6 +32,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     backends: dict[str, str] = field(default_factory=dict)
+    peak_bytes: int | None = None
     proposals: list[Any] | None = None
 
     @property

@@ -126,8 +126,9 @@ def _layer(layer: Any, config: Any, i: int, sizes: tuple[int, int, int]) -> Laye
     norms = {name: attention.pop(name) for name in ("q_norm", "k_norm") if name in attention}
     if set(attention) not in _ATTENTION or set(mlp) not in _MLP or len(norms) == 1:
         _unknown("attention and MLP of the usual projections", ", ".join(sorted({*attention, *mlp, *norms})))
-    if any(norm.weight.shape != (dim,) for norm in norms.values()):
-        _unknown("norms of q and k per head", [list(norm.weight.shape) for norm in norms.values()])
+    shapes = [tuple(getattr(norm.weight, "shape", ())) for norm in norms.values()]
+    if any(shape != (dim,) for shape in shapes):
+        _unknown("norms of q and k per head", shapes)
     activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
     probe = torch.linspace(-3, 3, 7)
     if activation is None or not torch.allclose(activation(probe), F.silu(probe)):
@@ -140,8 +141,8 @@ def _layer(layer: Any, config: Any, i: int, sizes: tuple[int, int, int]) -> Laye
     return LayerWeights(
         layer.input_layernorm.weight.detach(),
         _projection(qkv, [heads * dim, kv_heads * dim, kv_heads * dim]),
-        norms["q_norm"].weight.detach() if norms else None,
-        norms["k_norm"].weight.detach() if norms else None,
+        layer.self_attn.q_norm.weight.detach() if norms else None,
+        layer.self_attn.k_norm.weight.detach() if norms else None,
         _projection([attention["o_proj"]]),
         layer.post_attention_layernorm.weight.detach(),
         _projection(gate_up, [width, width], gated=True),
