@@ -6,9 +6,9 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -43,11 +43,19 @@ struct ManagedVersioned {
 };
 }  // namespace dlpack
 
+// Without streams: their locales clash where a module and its host bring a C++ library each.
+inline void append_part(std::string& out, const std::string& part) { out += part; }
+inline void append_part(std::string& out, const char* part) { out += part; }
+template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+void append_part(std::string& out, Number part) {
+  out += std::to_string(part);
+}
+
 template <class... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string out;
+  (append_part(out, parts), ...);
+  return out;
 }
 
 inline std::string shape_text(const std::vector<int64_t>& shape) {
