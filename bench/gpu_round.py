@@ -206,8 +206,7 @@ def measure(
         "round_ms": whole,
     }
     tokens = torch.ones(batch, slots, dtype=torch.int64, device="cuda")
-    output: list[Any] = []
-    found["verify_ms"] = graph_ms(lambda: output.append(fast.verify(tokens, cache, options.get("tree"))))
+    found["verify_ms"] = graph_ms(lambda: fast.verify(tokens, cache))
     if drafter is not None:
         found["draft_ms"] = graph_ms(rounds._draft)
         fill(rounds, context)
@@ -225,7 +224,7 @@ def measure(
     found["linears_ms"] = graph_ms(linears_of(fast, drafter, batch * slots))
     found["times_floor"] = whole / found["floor_ms"]
     found["times_linears"] = whole / (found["linears_ms"] + kept / bandwidth / 1e6)
-    del rounds, output
+    del rounds
     gc.collect()
     torch.cuda.empty_cache()
     return found
@@ -242,15 +241,24 @@ def official_ms(target: Target, drafter: Drafter, context: int) -> float | str:
     for limit in (8, 8, 40):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        rounds = len(answer(ids, 0.0, 0, limit).num_accepted)
+        rounds = len(answer(ids, 0.0, 0, limit).accepted)
         torch.cuda.synchronize()
         spent.append((rounds, time.perf_counter() - begin))
     (few, short), (many, long) = spent[1:]
     return (long - short) / (many - few) * 1e3
 
 
-def run(name: str, args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
-    shape, rows = SHAPES[name], []
+class Rows(list[dict[str, Any]]):
+    """Rows that are printed as they come."""
+
+    def append(self, row: dict[str, Any]) -> None:
+        super().append(row)
+        cells = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+        print({key: value for key, value in cells.items() if key not in ("target", "bytes")}, flush=True)
+
+
+def run(name: str, args: argparse.Namespace, bandwidth: float) -> Rows:
+    shape, rows = SHAPES[name], Rows()
     began = time.perf_counter()
     target = build_target(shape)
     fast = FastTarget(target)
@@ -291,7 +299,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in args.shape:
         rows += run(name, args, bandwidth)
         gc.collect()
