@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck
 from torch import Tensor
 
 from pydflash import _backends
 
 LEVELS = ("base", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FIXTURES = [HealthCheck.function_scoped_fixture]  # a device does not change between examples
 
 
 @contextlib.contextmanager
@@ -51,6 +53,15 @@ def filters(batch: int, vocab: int, generator: torch.Generator) -> dict[str, Ten
     }
 
 
+def far_rows(device: torch.device, vocab: int) -> Tensor:
+    """bfloat16 zeros [1, 2, vocab] whose second row lies beyond 32 bits; on a CPU only pages that are touched exist."""
+    stride = 2**31 + 8
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 4 * stride:
+        pytest.skip("too little memory on the device")
+    base = torch.empty(stride + vocab, dtype=torch.bfloat16, device=device)
+    return base.as_strided((1, 2, vocab), (0, stride, 1)).fill_(0)
+
+
 @dataclass
 class RejectCase:
     """Arguments of one reject_sample call."""
@@ -68,15 +79,17 @@ class RejectCase:
         }
         return RejectCase(self.logits[one], self.tokens[one], options)
 
+    def on(self, device: torch.device) -> RejectCase:
+        def moved(value: Any) -> Any:
+            return tuple(moved(v) for v in value) if isinstance(value, tuple) else value.to(device)
+
+        options = {name: moved(v) if isinstance(v, tuple | Tensor) else v for name, v in self.options.items()}
+        return RejectCase(self.logits.to(device), self.tokens.to(device), options)
+
     def run(self, op: Any, device: torch.device, double: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """The results of `op` (of ops or reference) on the CPU; in float64 if `double`."""
-        move = {
-            name: tuple(t.to(device) for t in value) if isinstance(value, tuple) else value
-            for name, value in self.options.items()
-        }
-        move = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in move.items()}
-        logits = self.logits.double() if double else self.logits
-        index, accepted, bonus = op(logits.to(device), self.tokens.to(device), **move)
+        case = self.on(device)
+        index, accepted, bonus = op(case.logits.double() if double else case.logits, case.tokens, **case.options)
         return index.cpu(), accepted.cpu(), bonus.cpu()
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import assert_rows, bidirectional, bits_of, causal, chain, check, make_case, tree
+from conftest import unusable
 from cpu_levels import over_levels
 from torch import Tensor
 
@@ -21,8 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
 DIMS = (8, 16, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 4, 7)
-# Around the key tiles (96, 256), the sub-tiles (32), and the chunks a context is split into (512 and more).
-LENGTHS = (0, 1, 31, 32, 33, 95, 96, 97, 191, 193, 255, 256, 257, 300, 511, 513, 1023, 1025, 1290)
+# Around the key tiles (96, 256; 32, 64 on a GPU), the sub-tiles (32), and the chunks of a split context (512, 1024).
+LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 191, 193, 255, 256, 257, 300, 511, 513, 1023, 1025, 1290)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -31,7 +32,7 @@ LENGTHS = (0, 1, 31, 32, 33, 95, 96, 97, 191, 193, 255, 256, 257, 300, 511, 513,
 def test_shapes(slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     rng = random.Random(slots * 1000 + dim)
     group = rng.choice([g for g in GROUPS if g * slots <= 200])
-    lengths = rng.sample(LENGTHS if slots * dim <= 4096 else LENGTHS[:13], 3)
+    lengths = rng.sample(LENGTHS if slots * dim <= 4096 else LENGTHS[:16], 3)
     visibility, depths = rng.choice(
         [(bidirectional(slots), chain(slots)), (causal(slots), chain(slots)), tree(slots, rng)]
     )
@@ -191,19 +192,27 @@ def test_strided_inputs_equal_contiguous_ones(dtype: torch.dtype, device: torch.
         assert torch.equal(ops.block_attention(*turned, *ints), want), level
 
 
+def untouched(bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that a CPU never really takes; a GPU has to have it."""
+    if device.type == "cpu":
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        return torch.frombuffer(mmap.mmap(-1, bytes, flags=private), dtype=dtype)
+    if torch.cuda.mem_get_info()[0] < 3 * bytes:
+        pytest.skip(f"needs {3 * bytes >> 30} GiB on the GPU")
+    return torch.empty(bytes // dtype.itemsize, dtype=dtype, device=device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offsets_beyond_32_bits(dtype: torch.dtype) -> None:
-    """A row stride of 2^21 + 8 over 1025 rows: offsets pass 2^31 elements, in memory that is never really taken."""
+def test_offsets_beyond_32_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """A row stride of 2^21 + 8 over 1025 rows: offsets pass 2^31 elements."""
     rows, stride, dim = 1025, 2**21 + 8, 64
-    size = ((rows - 1) * stride + dim) * dtype.itemsize
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    buffers = [torch.frombuffer(mmap.mmap(-1, size, flags=private), dtype=dtype) for _ in range(2)]
+    buffers = [untouched(((rows - 1) * stride + dim) * dtype.itemsize, dtype, device) for _ in range(2)]
     k_cache, v_cache = (x.as_strided((1, 1, rows, dim), (1, 1, stride, 1)) for x in buffers)
-    case = make_case(8, dim, 3, [rows], causal(8), capacity=rows, kv_heads=1).cast(dtype, torch.device("cpu"))
+    case = make_case(8, dim, 3, [rows], causal(8), capacity=rows, kv_heads=1).cast(dtype, device)
     k_cache.copy_(case.k_cache)
     v_cache.copy_(case.v_cache)
     far = replace(case, k_cache=k_cache, v_cache=v_cache)
-    for level in over_levels(torch.device("cpu")):
+    for level in over_levels(device):
         got, want = ops.block_attention(*far.arguments()), ops.block_attention(*case.arguments())
         assert torch.equal(got, want), level
 
@@ -227,6 +236,67 @@ def test_bitwise_the_same_for_any_thread_count_and_batch(dtype: torch.dtype) -> 
             assert torch.equal(ops.block_attention(*alone.arguments()), outs[0][:1]), level
     finally:
         torch.set_num_threads(threads)
+
+
+on_cuda = pytest.mark.skipif(bool(unusable("cuda")), reason="needs the cuda backend")
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("slots", [1, 16, 64])
+def test_one_captured_launch_serves_every_length(slots: int, window: int, dtype: torch.dtype) -> None:
+    """Replays over changed inputs, on a side stream, equal eager calls bit for bit, time after time."""
+    device, rng = torch.device("cuda"), random.Random(slots)
+    lengths = [(0, 5), (1, 700), (64, 65), (1500, 0), (1499, 1023), (1500, 1500)]
+    cases = [
+        make_case(slots, 128, 4, list(pair), *tree(slots, rng), window, capacity=1500, seed=seed)
+        for seed, pair in enumerate(lengths)
+    ]
+    held = cases[0].cast(dtype, device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        out = ops.block_attention(*held.arguments())
+    for case in cases:
+        cast = case.cast(dtype, device)
+        for into, x in zip(held.arguments(), cast.arguments(), strict=True):
+            if isinstance(into, Tensor):
+                into.copy_(x)
+        want = ops.block_attention(*cast.arguments())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                out.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(out, want)
+        torch.cuda.current_stream().wait_stream(side)
+        assert_rows(out, reference.block_attention(*case.arguments()), str(case.lengths))
+
+
+@on_cuda
+@pytest.mark.parametrize("batch", [1, 3, 9, 40])
+@pytest.mark.parametrize("slots", [1, 16, 40])
+def test_every_number_of_splits(slots: int, batch: int) -> None:
+    """The more work there is, the fewer blocks of threads share a context: 16, ..., 1."""
+    rng = random.Random(batch)
+    lengths = [rng.randrange(2000) for _ in range(batch)]
+    check(
+        make_case(slots, 128, 4, lengths, causal(slots), kv_heads=8, capacity=2000),
+        torch.bfloat16,
+        torch.device("cuda"),
+    )
+
+
+@on_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu() -> None:
+    case = make_case(16, 128, 4, [700, 3], causal(16))
+    first, second = (
+        ops.block_attention(*case.cast(torch.bfloat16, torch.device("cuda", i)).arguments()).cpu() for i in range(2)
+    )
+    assert torch.equal(first, second)
 
 
 def test_output_is_laid_out_for_the_projection(device: torch.device) -> None:

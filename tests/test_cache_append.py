@@ -67,7 +67,13 @@ def test_gather_and_padding(
     check(caches(3, len(index), 2, 12, 4, 16, dtype), index, lengths, device)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80, 128])
+def test_more_entries_than_a_warp_has_lanes(device: torch.device) -> None:
+    index = [list(range(70)), list(range(69, -1, -1))]
+    index[0][8] = index[0][40] = index[0][64] = index[1][69] = -1
+    check(caches(2, 2, 2, 100, 70, 16), index, [3, 90], device)
+
+
+@pytest.mark.parametrize("dim", [8, 33, 64, 80, 128, 301])
 def test_head_dims(dim: int, device: torch.device) -> None:
     check(caches(2, 2, 3, 20, 8, dim), [[0, 1, 2, 5, 6], [4, -1, -1, -1, -1]], [9, 12], device)
 

@@ -10,7 +10,7 @@ import torch
 from conftest import assert_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_cases import DTYPES, LEVELS, instruction_level
+from sampling_cases import DTYPES, FIXTURES, LEVELS, far_rows, instruction_level
 from torch import Tensor
 
 from pydflash import ops, reference
@@ -101,7 +101,7 @@ def test_equals_the_definition(device: torch.device, level: str, dtype: torch.dt
                 assert_same(select_case(3, slots, vocab, top_k, rank, dtype, next(heats), kind, seed), device)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
 @given(
     batch=st.integers(1, 4),
     slots=st.integers(1, 6),
@@ -111,9 +111,11 @@ def test_equals_the_definition(device: torch.device, level: str, dtype: torch.dt
     values=st.sampled_from(("normal", "ties", "broken")),
     seed=st.integers(0, 10**6),
 )
-def test_equals_the_definition_for_drawn_cases(vocab_and_top_k: tuple[int, int], **shape: Any) -> None:
+def test_equals_the_definition_for_drawn_cases(
+    device: torch.device, vocab_and_top_k: tuple[int, int], **shape: Any
+) -> None:
     vocab, top_k = vocab_and_top_k
-    assert_same(select_case(vocab=vocab, top_k=top_k, **shape), torch.device("cpu"))
+    assert_same(select_case(vocab=vocab, top_k=top_k, **shape), device)
 
 
 @pytest.mark.parametrize(("vocab", "top_k"), [(70000, 1024), (151936, 16), (151936, 1000), (1024, 1024), (5000, 1024)])
@@ -263,19 +265,16 @@ def test_strided_logits_mixed_dtypes_and_no_slots(device: torch.device) -> None:
     assert [tuple(t.shape) for t in empty] == [(2, 0), (2, 0, 7), (2, 0, 7), (2, 0, 7, 7)]
 
 
-def test_offsets_beyond_32_bits() -> None:
-    stride, vocab = 2**31 + 8, 100
-    base = torch.empty(stride + vocab, dtype=torch.bfloat16)  # only the pages that are touched exist
-    logits = base.as_strided((1, 2, vocab), (0, stride, 1))
-    logits.fill_(0)
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    logits = far_rows(device, 100)
     logits[0, 0, 17] = logits[0, 1, 71] = 9.0
-    anchors = torch.tensor([0])
+    anchors = torch.tensor([0], device=device)
     assert ops.path_select(logits, None, None, None, anchors, None, 0, anchors, 1)[0].tolist() == [[17, 71]]
 
 
-def test_opcheck() -> None:
+def test_opcheck(device: torch.device) -> None:
     for rank, heat in ((0, None), (8, (0.0, 1.0))):
-        case = select_case(2, 3, 20, 4, rank, temperature=heat)
+        case = on(select_case(2, 3, 20, 4, rank, temperature=heat), device)
         torch.library.opcheck(torch.ops.pydflash.path_select.default, tuple(case.values()))
 
 

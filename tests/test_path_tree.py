@@ -26,7 +26,7 @@ from lattice_cases import (
     tree,
     viterbi,
 )
-from sampling_cases import DTYPES, LEVELS, instruction_level
+from sampling_cases import DTYPES, FIXTURES, LEVELS, instruction_level
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -112,7 +112,7 @@ def test_viterbi_is_the_best_full_path(device: torch.device, kind: str) -> None:
                 assert tokens[b].tolist() == [-token for token in want]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
 @given(
     batch=st.integers(1, 3),
     slots=st.integers(1, 15),
@@ -123,15 +123,15 @@ def test_viterbi_is_the_best_full_path(device: torch.device, kind: str) -> None:
     seed=st.integers(0, 10**6),
     num_nodes=st.integers(1, 63),
 )
-def test_kernel_equals_reference(num_nodes: int, slots: int, top_k: int, **shape: Any) -> None:
+def test_kernel_equals_reference(device: torch.device, num_nodes: int, slots: int, top_k: int, **shape: Any) -> None:
     case = lattice_case(slots=slots, top_k=top_k, **shape)
     num_nodes = min(num_nodes, sum(top_k**depth for depth in range(1, slots + 1)))
-    got, want = tree(case, num_nodes), tree(case, num_nodes, reference)
+    got, want = tree(on(case, device), num_nodes), tree(case, num_nodes, reference)
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
     for b in range(len(case["anchors"])):
         taken_nodes(case, got, b)
-    for path, expected in zip(viterbi(case), viterbi(case, reference), strict=True):
+    for path, expected in zip(viterbi(on(case, device)), viterbi(case, reference), strict=True):
         assert torch.equal(path, expected)
 
 
@@ -263,9 +263,9 @@ def test_a_lattice_with_too_few_nodes_is_refused(slots: int, top_k: int, limit: 
             tree(case, limit + 1)
 
 
-def test_opcheck() -> None:
+def test_opcheck(device: torch.device) -> None:
     for kind in ("edges", "normalized"):
-        anchors, *lattice, normalizers = lattice_case(2, 3, 4, kind).values()
+        anchors, *lattice, normalizers = on(lattice_case(2, 3, 4, kind), device).values()
         torch.library.opcheck(torch.ops.pydflash.path_tree.default, (anchors, *lattice, 7, normalizers, None))
         torch.library.opcheck(torch.ops.pydflash.path_viterbi.default, (*lattice, normalizers))
 
@@ -274,8 +274,8 @@ def both(anchors: Tensor, candidates: Tensor, scores: Tensor) -> tuple[Tensor, .
     return (*ops.path_tree(anchors, candidates, scores, 9), *ops.path_viterbi(candidates, scores))
 
 
-def test_traces_as_one_graph_and_with_fake_shapes() -> None:
-    inputs = list(lattice_case(2, 3, 4, "edges").values())[:3]
+def test_traces_as_one_graph_and_with_fake_shapes(device: torch.device) -> None:
+    inputs = list(on(lattice_case(2, 3, 4, "edges"), device).values())[:3]
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(both, backend="eager", fullgraph=True)
     want = both(*inputs)
     for a, b in zip(compiled(*inputs), want, strict=True):

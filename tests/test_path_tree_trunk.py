@@ -22,7 +22,7 @@ from lattice_cases import (
     taken_nodes,
     tree,
 )
-from sampling_cases import DTYPES, LEVELS, instruction_level
+from sampling_cases import DTYPES, FIXTURES, LEVELS, instruction_level
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -134,7 +134,7 @@ def test_a_stray_token_is_a_candidate_of_no_probability(device: torch.device, ki
         assert torch.equal(got[name], want[name]), name
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
 @given(
     batch=st.integers(1, 3),
     slots=st.integers(1, 15),
@@ -148,12 +148,12 @@ def test_a_stray_token_is_a_candidate_of_no_probability(device: torch.device, ki
     stray=st.sampled_from((0.0, 0.0, 0.3, 1.0)),
 )
 def test_kernel_equals_reference(
-    num_nodes: int, slots: int, top_k: int, seed: int, length: int, stray: float, **shape: Any
+    device: torch.device, num_nodes: int, slots: int, top_k: int, seed: int, length: int, stray: float, **shape: Any
 ) -> None:
     num_nodes = min(num_nodes, sum(top_k**depth for depth in range(1, slots + 1)))
     plain = lattice_case(slots=slots, top_k=top_k, seed=seed, **shape)
     case = with_trunk(plain, min(length, slots, num_nodes), seed, stray)
-    got, want = tree(case, num_nodes), tree(case, num_nodes, reference)
+    got, want = tree(on(case, device), num_nodes), tree(case, num_nodes, reference)
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
     for b in range(len(case["anchors"])):
@@ -208,8 +208,8 @@ def test_a_row_of_a_batch_equals_the_row_alone_and_either_integer_width(device: 
         assert tree(nothing, 9, module)["tokens"].shape == (0, 10)
 
 
-def test_opcheck_and_fake_shapes() -> None:
-    anchors, *lattice, normalizers, trunk = with_trunk(lattice_case(2, 3, 4, "edges"), 3).values()
+def test_opcheck_and_fake_shapes(device: torch.device) -> None:
+    anchors, *lattice, normalizers, trunk = on(with_trunk(lattice_case(2, 3, 4, "edges"), 3), device).values()
     torch.library.opcheck(torch.ops.pydflash.path_tree.default, (anchors, *lattice, 7, normalizers, trunk))
     inputs = (anchors, *lattice, 9, None, trunk)
     want = ops.path_tree(*inputs)

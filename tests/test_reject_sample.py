@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_cases import DTYPES, LEVELS, RejectCase, instruction_level, reject_case
+from sampling_cases import DTYPES, FIXTURES, LEVELS, RejectCase, far_rows, instruction_level, reject_case
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -25,10 +25,10 @@ def assert_same(case: RejectCase, device: torch.device) -> None:
         assert torch.equal(a, b), f"{name}: {a.tolist()}, expected {b.tolist()}"
 
 
-def decide(logits: Any, tokens: Any, draft_probs: Any = None, **options: Any) -> tuple[list, list, list]:
+def decide(device: torch.device, logits: Any, tokens: Any, **options: Any) -> tuple[list, list, list]:
     """One call with plain lists."""
-    logits = torch.as_tensor(logits, dtype=torch.float32)
-    index, accepted, bonus = ops.reject_sample(logits, torch.as_tensor(tokens), None, draft_probs, **options)
+    logits, tokens = torch.tensor(logits, dtype=torch.float32, device=device), torch.tensor(tokens, device=device)
+    index, accepted, bonus = ops.reject_sample(logits, tokens, **options)
     return index.tolist(), accepted.tolist(), bonus.tolist()
 
 
@@ -42,7 +42,7 @@ def test_equals_the_definition(device: torch.device, level: str, dtype: torch.dt
             assert_same(reject_case(8, slots, vocab, proposal, dtype, next(values), seed), device)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
 @given(
     batch=st.integers(1, 5),
     slots=st.integers(1, 9),
@@ -52,8 +52,8 @@ def test_equals_the_definition(device: torch.device, level: str, dtype: torch.dt
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 10**6),
 )
-def test_equals_the_definition_for_drawn_cases(**shape: Any) -> None:
-    assert_same(reject_case(**shape), torch.device("cpu"))
+def test_equals_the_definition_for_drawn_cases(device: torch.device, **shape: Any) -> None:
+    assert_same(reject_case(**shape), device)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 32, 33, 1023, 1025, 65537, 248320])
@@ -258,28 +258,28 @@ def test_only_the_first_vocab_size_columns_count(device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-def test_greedy_rows_take_the_lowest_maximum_whatever_else_is_set() -> None:
+def test_greedy_rows_take_the_lowest_maximum_whatever_else_is_set(device: torch.device) -> None:
     row = [[1.0, 1.0, 0.0]]
-    assert decide([row], [[0]])[2] == [0]
-    index, accepted, bonus = decide(
-        [row, row], [[0], [0]], temperature=torch.tensor([0.0, 1.0]), top_p=torch.tensor([0.9, 1.0]), seeds=1
-    )
+    assert decide(device, [row], [[0]])[2] == [0]
+    heat, nucleus = torch.tensor([[0.0, 1.0], [0.9, 1.0]], device=device)
+    index, accepted, bonus = decide(device, [row, row], [[0], [0]], temperature=heat, top_p=nucleus, seeds=1)
     assert bonus[0] == 0
     assert accepted == [0, 0]
     assert index == [[0], [0]]
 
 
-def test_tree_descends_to_the_child_that_carries_the_token() -> None:
+def test_tree_descends_to_the_child_that_carries_the_token(device: torch.device) -> None:
     #     0 ─ 1 (7) ─ 3 (5)      slot (token); siblings 1, 2 and 3, 4
     #     └── 2 (8)   4 (6) ─ 5 (9)
     parents, tokens = torch.tensor([[0, 0, 0, 1, 1, 4]]), torch.tensor([[0, 7, 8, 5, 6, 9]])
     logits = torch.zeros(1, 6, 10)
     for slot, best in ((0, 7), (1, 6), (4, 9), (5, 3)):
         logits[0, slot, best] = 9.0
+    parents, tokens, logits = parents.to(device), tokens.to(device), logits.to(device)
     index, accepted, bonus = ops.reject_sample(logits, tokens, parents)
     assert index.tolist() == [[0, 1, 4, 5, -1, -1]]
     assert (accepted.item(), bonus.item()) == (3, 3)
-    logits[0, 1] = torch.eye(10)[8] * 9  # slot 2 carries 8, but under another parent
+    logits[0, 1] = torch.eye(10, device=device)[8] * 9  # slot 2 carries 8, but under another parent
     index, accepted, bonus = ops.reject_sample(logits, tokens, parents)
     assert index.tolist() == [[0, 1, -1, -1, -1, -1]]
     assert (accepted.item(), bonus.item()) == (1, 8)
@@ -318,19 +318,16 @@ def test_strided_inputs_and_either_integer_width(device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-def test_offsets_beyond_32_bits() -> None:
-    stride, vocab = 2**31 + 8, 100
-    base = torch.empty(stride + vocab, dtype=torch.bfloat16)  # only the pages that are touched exist
-    logits = base.as_strided((1, 2, vocab), (0, stride, 1))
-    logits.fill_(0)
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    logits = far_rows(device, 100)
     logits[0, 0, 17] = logits[0, 1, 71] = 9.0
-    index, accepted, bonus = ops.reject_sample(logits, torch.tensor([[0, 17]]))
+    index, accepted, bonus = ops.reject_sample(logits, torch.tensor([[0, 17]], device=device))
     assert (index.tolist(), accepted.item(), bonus.item()) == ([[0, 1]], 1, 71)
 
 
-def test_opcheck() -> None:
+def test_opcheck(device: torch.device) -> None:
     for proposal in ("tree", "sparse"):
-        case = reject_case(2, 3, 11, proposal, seed=2)
+        case = reject_case(2, 3, 11, proposal, seed=2).on(device)
         options = case.options
         draft = options.get("draft_probs")
         ids, probs = draft if isinstance(draft, tuple) else (None, draft)
@@ -383,6 +380,6 @@ def test_draft_ids_without_probs_and_mixed_devices_are_refused() -> None:
         torch.ops.pydflash.reject_sample(LOGITS, TOKENS, None, TOKENS[:, :2, None], None, *rows, 5)
 
 
-def test_an_empty_batch_gives_empty_results() -> None:
-    index, accepted, bonus = ops.reject_sample(LOGITS[:0], TOKENS[:0])
+def test_an_empty_batch_gives_empty_results(device: torch.device) -> None:
+    index, accepted, bonus = ops.reject_sample(LOGITS[:0].to(device), TOKENS[:0].to(device))
     assert (index.shape, accepted.shape, bonus.shape) == ((0, 3), (0,), (0,))

@@ -26,7 +26,19 @@ P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 
 Draft = tuple[Tensor, Any, Tensor | None]  # tokens [B, S], q, parents
-Propose = Callable[[Tensor, Tensor, Tensor], Draft]  # (anchors, seeds, starts)
+Propose = Callable[[Tensor, Tensor, Tensor, torch.device], Draft]  # (anchors, seeds, starts, the ops' device)
+
+
+def on(device: torch.device, op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What an op gives on a device, as CPU tensors."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(moved(v) for v in value)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    results = op(*map(moved, arguments), **{name: moved(value) for name, value in options.items()})
+    return tuple(None if t is None else t.cpu() for t in results)
 
 
 def p_value(tokens: Tensor, law: Tensor) -> float:
@@ -51,7 +63,9 @@ def pick(laws: Tensor, generator: torch.Generator) -> Tensor:
     return (cumulative <= u * cumulative[:, -1:]).sum(-1)
 
 
-def first_token(logits: Tensor, drafts: Tensor, q: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+def first_token(
+    device: torch.device, logits: Tensor, drafts: Tensor, q: Any = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """The first emitted token of DRAWS blocks of one draft, and which drafts were accepted."""
     rows = logits[None, None].expand(DRAWS, 2, len(logits))
     tokens = torch.stack([torch.zeros_like(drafts), drafts], 1)
@@ -59,7 +73,8 @@ def first_token(logits: Tensor, drafts: Tensor, q: Any = None, **options: Any) -
         q = tuple(t[None, None].expand(DRAWS, 1, -1) for t in q)
     elif q is not None:
         q = q.float()[None, None].expand(DRAWS, 1, -1)
-    _, accepted, bonus = ops.reject_sample(rows, tokens, None, q, seeds=torch.arange(DRAWS) + 10**9, **options)
+    seeds = torch.arange(DRAWS) + 10**9
+    _, accepted, bonus = on(device, ops.reject_sample, rows, tokens, None, q, seeds=seeds, **options)
     return torch.where(accepted > 0, drafts, bonus), accepted > 0
 
 
@@ -73,18 +88,18 @@ def test_power() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["dense", "sparse", "argmax", "other"])
-def test_first_token_for_every_kind_of_proposal(kind: str, dtype: torch.dtype) -> None:
+def test_first_token_for_every_kind_of_proposal(device: torch.device, kind: str, dtype: torch.dtype) -> None:
     logits = P.log().to(dtype)
     law = logits.double().softmax(-1)  # of the rounded logits: bfloat16 moves p by up to 0.004
     if kind == "argmax":
-        emitted, accepted = first_token(logits, torch.zeros(DRAWS, dtype=torch.int64), temperature=1.0)
+        emitted, accepted = first_token(device, logits, torch.zeros(DRAWS, dtype=torch.int64), temperature=1.0)
         rate = law[0]
     elif kind == "other":
-        emitted, accepted = first_token(logits, draw(Q, DRAWS, 1), temperature=1.0)
+        emitted, accepted = first_token(device, logits, draw(Q, DRAWS, 1), temperature=1.0)
         rate = (law * Q).sum()
     else:
         q = Q if kind == "dense" else (torch.tensor([2, 0, -1, 1]), Q[[2, 0, 0, 1]].float())
-        emitted, accepted = first_token(logits, draw(Q, DRAWS, 1), q, temperature=1.0)
+        emitted, accepted = first_token(device, logits, draw(Q, DRAWS, 1), q, temperature=1.0)
         rate = torch.minimum(law, Q).sum()  # 0.7 for float32
     assert p_value(emitted, law) > ALPHA
     assert stats.binomtest(int(accepted.sum()), DRAWS, float(rate)).pvalue > ALPHA
@@ -112,12 +127,12 @@ FILTERS: list[tuple[dict[str, Any], Tensor]] = [
 
 @pytest.mark.parametrize(("options", "law"), FILTERS, ids=[str(options) for options, _ in FILTERS])
 @pytest.mark.parametrize("kind", ["dense", "sparse", "none"])
-def test_first_token_under_filters(options: dict[str, Any], law: Tensor, kind: str) -> None:
+def test_first_token_under_filters(device: torch.device, options: dict[str, Any], law: Tensor, kind: str) -> None:
     soft = (LOGITS.flip(0).double() / 2).softmax(-1)
     ids = torch.tensor([6, 3, 7, 0])
     q: Any = {"dense": soft, "sparse": (ids, torch.tensor([0.1, 0.2, 0.3, 0.4])), "none": None}[kind]
     dense = torch.zeros(8).double().index_add(0, *(ids, q[1].double())) if kind == "sparse" else soft
-    emitted, _ = first_token(LOGITS, draw(dense, DRAWS, 2), q, **options)
+    emitted, _ = first_token(device, LOGITS, draw(dense, DRAWS, 2), q, **options)
     assert p_value(emitted, law) > ALPHA
 
 
@@ -150,8 +165,8 @@ def test_mutants_are_told_from_the_right_law(name: str, law: list[float]) -> Non
     assert p_value(emitted, torch.tensor(law)) > ALPHA
 
 
-def test_a_draft_from_another_law_than_the_reported_q_is_found_out() -> None:
-    emitted, _ = first_token(P.log().float(), torch.ones(DRAWS, dtype=torch.int64), Q, temperature=1.0)
+def test_a_draft_from_another_law_than_the_reported_q_is_found_out(device: torch.device) -> None:
+    emitted, _ = first_token(device, P.log().float(), torch.ones(DRAWS, dtype=torch.int64), Q, temperature=1.0)
     assert p_value(emitted, P) < ALPHA
     assert p_value(emitted, torch.tensor([0.4, 0.6, 0.0])) > ALPHA
 
@@ -162,7 +177,7 @@ DRAFTER = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.3, 0.4], [0.1, 0.8, 0.1]], dtyp
 LENGTH, BLOCK, TEXTS = 4, 3, DRAWS // 4
 
 
-def emit(propose: Propose, temperature: Tensor, length: int = LENGTH, **options: Any) -> Tensor:
+def emit(propose: Propose, temperature: Tensor, device: torch.device, length: int = LENGTH, **options: Any) -> Tensor:
     """A text of `length` tokens for each temperature, by whole rounds from token 0 on."""
     count = len(temperature)
     text = torch.full((count, length + 8), -1)
@@ -170,15 +185,20 @@ def emit(propose: Propose, temperature: Tensor, length: int = LENGTH, **options:
     rows, seeds, starts = torch.arange(count), torch.arange(count) * 7919, torch.zeros(count, dtype=torch.int64)
     while bool((starts < length).any()):
         anchors = text[rows, starts]
-        tokens, q, parents = propose(anchors, seeds, starts)
+        tokens, q, parents = propose(anchors, seeds, starts, device)
         logits = TARGET.log().float()[tokens]
-        index, accepted, bonus = ops.reject_sample(
-            logits, tokens, parents, q, temperature, seeds=seeds, starts=starts.int(), **options
+        index, accepted, bonus = on(
+            device,
+            ops.reject_sample,
+            *(logits, tokens, parents, q, temperature),
+            seeds=seeds,
+            starts=starts.int(),
+            **options,
         )
         path = tokens.gather(1, index.clamp_min(0).long())
         for depth in range(1, tokens.shape[1]):
-            on = (depth <= accepted) & (starts < length)
-            text[rows[on], starts[on] + depth] = path[on, depth]
+            kept = (depth <= accepted) & (starts < length)
+            text[rows[kept], starts[kept] + depth] = path[kept, depth]
         live = starts < length
         text[rows[live], (starts + accepted + 1)[live]] = bonus[live]
         starts = torch.where(live, starts + accepted + 1, starts)
@@ -191,7 +211,7 @@ class Chain:
     def __init__(self, sparse: bool) -> None:
         self.sparse, self.generator = sparse, torch.Generator().manual_seed(11)
 
-    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
         tokens, laws = [anchors], []
         for _ in range(BLOCK - 1):
             laws.append(DRAFTER[tokens[-1]].float())
@@ -203,16 +223,16 @@ class Chain:
         return torch.stack(tokens, 1), (order.expand(probs.shape), probs[..., order]), None
 
 
-def plain(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+def plain(anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
     return anchors[:, None], None, None
 
 
-def argmax_chain(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+def argmax_chain(anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
     best = DRAFTER.argmax(-1)
     return torch.stack([anchors, best[anchors], best[best[anchors]]], 1), None, None
 
 
-def tree(anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+def tree(anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
     """Two children of the anchor, and one of each of them."""
     top = DRAFTER.topk(2, -1).indices
     children = top[anchors]
@@ -229,12 +249,13 @@ class Walk:
         self.predecessor, self.successor, hidden = (torch.randn(n, 4, generator=generator) for n in (3, 3, 2))
         self.hidden = hidden
 
-    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
         count = len(anchors)
         logits = DRAFTER.log().float()[anchors][:, None].expand(count, BLOCK - 1, 3)
         hidden = self.hidden.expand(count, -1, -1)
-        drafts, candidates, probs, scores = ops.path_select(
-            logits, hidden, self.predecessor, self.successor, anchors, 0.6, seeds, starts, 2
+        selector = (hidden, self.predecessor, self.successor)
+        drafts, candidates, probs, scores = on(
+            device, ops.path_select, logits, *selector, anchors, 0.6, seeds, starts, 2
         )
         assert probs is not None
         if self.reported != 0.6:
@@ -253,16 +274,17 @@ class TrunkOfWalk:
         generator = torch.Generator().manual_seed(13)
         self.predecessor, self.successor, self.hidden = (torch.randn(n, 4, generator=generator) for n in (3, 3, 3))
 
-    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
         count = len(anchors)
         logits = DRAFTER.log().float()[anchors][:, None].expand(count, 3, 3)
         hidden = self.hidden.expand(count, -1, -1)
-        drafts, candidates, probs, scores = ops.path_select(
-            logits, hidden, self.predecessor, self.successor, anchors, 0.7, seeds, starts, self.top_k
+        selector = (hidden, self.predecessor, self.successor)
+        drafts, candidates, probs, scores = on(
+            device, ops.path_select, logits, *selector, anchors, 0.7, seeds, starts, self.top_k
         )
         assert probs is not None
         trunk, ids, q = (t[:, : self.length] for t in (drafts, candidates, probs))
-        tokens, parents, *_ = ops.path_tree(anchors, candidates, scores, self.nodes, trunk=trunk)
+        tokens, parents, *_ = on(device, ops.path_tree, anchors, candidates, scores, self.nodes, trunk=trunk)
         q = q ** (0.7 / self.reported)
         return tokens, (ids, q / q.sum(-1, keepdim=True)), parents
 
@@ -279,7 +301,7 @@ class TrunkByHand:
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(14)
 
-    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor) -> Draft:
+    def __call__(self, anchors: Tensor, seeds: Tensor, starts: Tensor, device: torch.device) -> Draft:
         laws = [DRAFTER[anchors]]
         first = pick(laws[0], self.generator)
         laws.append(DRAFTER[first])
@@ -327,21 +349,21 @@ PROPOSALS: dict[str, Callable[[], Propose]] = {
 
 
 @pytest.mark.parametrize("name", PROPOSALS)
-def test_joint_law_of_whole_texts(name: str) -> None:
+def test_joint_law_of_whole_texts(device: torch.device, name: str) -> None:
     """Four tokens, 81 texts, over as many rounds as it takes; every third row is greedy and stays exact."""
     sampled = torch.arange(TEXTS * 3 // 2) % 3 > 0
-    text = emit(PROPOSALS[name](), sampled.float())
+    text = emit(PROPOSALS[name](), sampled.float(), device)
     assert (text[~sampled] == torch.tensor([0, 0, 0, 0])).all()
     assert p_value(as_numbers(text[sampled]), joint_law()) > ALPHA
 
 
-def test_q_of_another_temperature_than_the_walk_is_found_out() -> None:
-    text = emit(Walk(reported=1.0), torch.ones(TEXTS))
+def test_q_of_another_temperature_than_the_walk_is_found_out(device: torch.device) -> None:
+    text = emit(Walk(reported=1.0), torch.ones(TEXTS), device)
     assert p_value(as_numbers(text), joint_law()) < ALPHA
 
 
-def test_without_q_the_text_of_a_seed_does_not_depend_on_the_drafts() -> None:
-    texts = [emit(propose, torch.ones(2000), 24) for propose in (plain, argmax_chain, tree)]
+def test_without_q_the_text_of_a_seed_does_not_depend_on_the_drafts(device: torch.device) -> None:
+    texts = [emit(propose, torch.ones(2000), device, 24) for propose in (plain, argmax_chain, tree)]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
 
@@ -361,14 +383,14 @@ WARPED: list[tuple[str, Callable[[], Propose], float, dict[str, Any]]] = [
     ("propose", "temperature", "filters"), [case[1:] for case in WARPED], ids=[f"{n}-{t}-{f}" for n, _, t, f in WARPED]
 )
 def test_joint_law_of_whole_texts_from_trees_with_a_trunk(
-    propose: Callable[[], Propose], temperature: float, filters: dict[str, Any]
+    device: torch.device, propose: Callable[[], Propose], temperature: float, filters: dict[str, Any]
 ) -> None:
-    text = emit(propose(), torch.full((TEXTS,), temperature), **filters)
+    text = emit(propose(), torch.full((TEXTS,), temperature), device, **filters)
     assert p_value(as_numbers(text), joint_law(warped(temperature, **filters))) > ALPHA
 
 
-def test_q_of_another_temperature_than_the_trunk_is_found_out() -> None:
-    text = emit(TrunkOfWalk(3, 8, 3, reported=1.0), torch.ones(TEXTS))
+def test_q_of_another_temperature_than_the_trunk_is_found_out(device: torch.device) -> None:
+    text = emit(TrunkOfWalk(3, 8, 3, reported=1.0), torch.ones(TEXTS), device)
     assert p_value(as_numbers(text), joint_law()) < ALPHA
 
 
@@ -412,13 +434,14 @@ def test_mutants_of_the_trunk_rule_are_told_by_law_or_acceptance(name: str, law:
     assert (stats.binomtest(int(kept.sum()), DRAWS, 0.8).pvalue > ALPHA) == (name == "right")
 
 
-def test_law_and_acceptance_of_one_draft_and_one_branch() -> None:
+def test_law_and_acceptance_of_one_draft_and_one_branch(device: torch.device) -> None:
     """The draft is kept with probability sum of min(p, q) = 0.6, the branch in 0.2 of all rounds."""
     drafts = draw(Q4, DRAWS, 3)
     tokens = torch.stack([torch.zeros_like(drafts), drafts, BESIDE[drafts]], 1)
     rows, q = P4.log().float().expand(DRAWS, 3, 4), Q4.float().expand(DRAWS, 1, 4)
     parents = torch.zeros_like(tokens)
-    index, accepted, bonus = ops.reject_sample(rows, tokens, parents, q, 1.0, seeds=torch.arange(DRAWS) + 10**9)
+    seeds = torch.arange(DRAWS) + 10**9
+    index, accepted, bonus = on(device, ops.reject_sample, rows, tokens, parents, q, 1.0, seeds=seeds)
     first = torch.where(accepted > 0, tokens.gather(1, index[:, 1:2].clamp_min(0).long())[:, 0], bonus)
     assert p_value(first, P4) > ALPHA
     for slot, rate in ((1, 0.6), (2, 0.2)):

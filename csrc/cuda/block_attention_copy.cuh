@@ -1,0 +1,121 @@
+// Tiles of rows on their way to shared memory: by the tensor memory accelerator where there is one, by cp.async before
+// it, and element by element where rows are not on 16 bytes.
+#pragma once
+
+#include "cuda/block_attention.cuh"
+
+namespace pydflash::cuda {
+namespace {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;
+#endif
+
+// A tile in shared memory is stored in slabs of 128 bytes of each row, the 16-byte chunks of a slab swizzled: no bank
+// conflicts for eight rows of one chunk, and the layout of tensor maps and of wgmma.
+template <int kRows>
+__device__ __forceinline__ int tile_offset(int row, int chunk) {
+  return (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// Makes ordinary stores to shared memory visible to the copy engine and to wgmma, once a barrier has followed.
+__device__ __forceinline__ void fence_async() {
+  if constexpr (kBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Barriers in shared memory that count the bytes still to come.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier, unsigned parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts copying a tile of kDim columns from [batch, head, row] on; what lies outside the tensor becomes zero.
+template <int kRows, int kDim, class T>
+__device__ __forceinline__ void bulk_copy_tile(char* tile, const CUtensorMap& map, int row, int head, int batch,
+                                               uint64_t* barrier) {
+#pragma unroll
+  for (int slab = 0; slab < kDim * int(sizeof(T)) / 128; ++slab)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(shared_address(tile + slab * (kRows * 128))),
+        "l"(&map), "r"(slab * (128 / int(sizeof(T)))), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_chunk(char* to, const void* from, bool present) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(present ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Where the rows of a tile are: row r is slot r % n of head r / n, per_slot being 1 / n, or 0 for rows of one head.
+template <class T>
+struct RowsInMemory {
+  const T* first;
+  int64_t head_stride, slot_stride;
+  float per_slot;
+  int head_slots;
+
+  __device__ __forceinline__ const T* at(int row) const {
+    const int head = int((row + 0.5f) * per_slot);
+    return first + head * head_stride + (row - head * head_slots) * slot_stride;
+  }
+};
+
+// `rows` rows of `dim` elements to a tile whose other elements become zero, 16 bytes at a time.
+template <int kRows, int kDim, int kThreads, class T>
+__device__ __forceinline__ void copy_tile(char* tile, const RowsInMemory<T>& from, int rows, int dim) {
+  constexpr int kPer = 16 / sizeof(T), kChunks = kDim / kPer;
+  static_assert(kThreads % kChunks == 0 && kRows * kChunks % kThreads == 0, "a thread keeps its column");
+  const int chunk = threadIdx.x % kChunks;
+#pragma unroll
+  for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
+    const int row = threadIdx.x / kChunks + i * (kThreads / kChunks);
+    const bool present = row < rows && chunk * kPer < dim;
+    copy_chunk(tile + tile_offset<kRows>(row, chunk), from.at(present ? row : 0) + (present ? chunk * kPer : 0), present);
+  }
+}
+
+// The same for rows that start anywhere.
+template <int kRows, int kDim, int kThreads, class T>
+__device__ __noinline__ void copy_elements(char* tile, RowsInMemory<T> from, int rows, int dim) {
+  constexpr int kPer = 16 / sizeof(T);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * kDim; i += kThreads) {
+    const int row = i / kDim, column = i % kDim;
+    T* to = reinterpret_cast<T*>(tile + tile_offset<kRows>(row, column / kPer)) + column % kPer;
+    *to = row < rows && column < dim ? from.at(row)[column] : T{};
+  }
+}
+
+}  // namespace
+}  // namespace pydflash::cuda

@@ -1,0 +1,201 @@
+// Chooses tiles and splits from the shapes of a call, and launches.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "cuda/block_attention_float.cuh"
+#include "cuda/block_attention_kernel.cuh"
+#include "cuda/block_attention_tensor.cuh"
+
+namespace pydflash::cuda {
+namespace {
+
+template <class Products>
+struct Tag {
+  using Type = Products;
+};
+
+// Calls run(Tag<Products>{}) for the products that fit a call.
+template <class T, class Run>
+auto with_products(const BlockAttentionParams& p, Run run) {
+  const int dim = p.head_dim, rows = p.num_heads / p.num_kv_heads * p.slots;
+  if constexpr (std::is_same_v<T, float>) {
+    if (dim <= 64) return run(Tag<FloatProducts<64>>{});
+    if (dim <= 128) return run(Tag<FloatProducts<128>>{});
+    return run(Tag<FloatProducts<256>>{});
+  } else {
+    if (dim > 128) return run(Tag<TensorProducts<T, 256, 4, 1>>{});
+    if (rows <= 16)
+      return dim <= 64 ? run(Tag<TensorProducts<T, 64, 1, 4>>{}) : run(Tag<TensorProducts<T, 128, 1, 4>>{});
+    if (rows <= 64)
+      return dim <= 64 ? run(Tag<TensorProducts<T, 64, 4, 1>>{}) : run(Tag<TensorProducts<T, 128, 4, 1>>{});
+    return dim <= 64 ? run(Tag<TensorProducts<T, 64, 8, 1>>{}) : run(Tag<TensorProducts<T, 128, 8, 1>>{});
+  }
+}
+
+// Whether clusters of kMaxSplits can run; eight blocks always can where clusters exist.
+template <class Products>
+bool widest_cluster_runs(int device, int stages) {
+  static std::array<std::once_flag, 64> once;
+  static std::array<bool, 64> runs{};
+  std::call_once(once.at(size_t(device)), [device, stages] {
+    const DeviceScope scope(device);
+    const auto kernel = attend<Products>;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kMaxSplits, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = kMaxSplits, config.blockDim = Products::kThreads;
+    config.dynamicSmemBytes = Layout<Products>::bytes(stages);
+    config.attrs = &attribute, config.numAttrs = 1;
+    int clusters = 0;
+    runs[size_t(device)] =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<Products>::bytes(stages)) ==
+            cudaSuccess &&
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
+    cudaGetLastError();
+  });
+  return runs[size_t(device)];
+}
+
+inline bool on_16_bytes(const void* data, const int64_t* stride, int size) {
+  const auto fits = [&](int64_t x) { return x * size % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && fits(stride[0]) && fits(stride[1]) && fits(stride[2]);
+}
+
+template <class Products>
+AttentionPlan plan_for(const BlockAttentionParams& p, int device) {
+  using Memory = Layout<Products>;
+  const DeviceInfo& info = device_info(device);
+  AttentionPlan plan{};
+  plan.group = p.num_heads / p.num_kv_heads;
+  plan.rows = Products::kRows, plan.columns = Products::kDim;
+  plan.tile_slots = std::min(p.slots, plan.rows), plan.per_slot = 1.0f / float(plan.tile_slots);
+  plan.slot_tiles = ceil_div(p.slots, plan.tile_slots);
+  plan.tile_heads = plan.slot_tiles > 1 ? 1 : std::min(plan.group, plan.rows / plan.tile_slots);
+  plan.row_tiles = ceil_div(plan.group, plan.tile_heads) * plan.slot_tiles;
+  // As many blocks of threads as run at once, but no more splits than steps.
+  const int64_t units = int64_t(p.batch) * p.num_kv_heads * plan.row_tiles;
+  const int64_t together = int64_t(info.multiprocessors) * Products::kMinBlocks;
+  while (plan.split_bits < 4 && (2 * units << plan.split_bits) <= together &&
+         (Products::kKeys << plan.split_bits) < p.capacity + p.slots)
+    ++plan.split_bits;
+  plan.splits = 1 << plan.split_bits;
+  const int memory = info.shared_bytes / Products::kMinBlocks;
+  plan.stages = Products::kStages;
+  while (plan.stages < kMaxStages && Memory::bytes(plan.stages + 1) <= memory) ++plan.stages;
+  const int size = sizeof(typename Products::T);
+  plan.aligned = on_16_bytes(p.q, p.q_stride, size) && on_16_bytes(p.k_cache, p.k_cache_stride, size) &&
+                 on_16_bytes(p.v_cache, p.v_cache_stride, size) && on_16_bytes(p.k_block, p.k_block_stride, size) &&
+                 on_16_bytes(p.v_block, p.v_block_stride, size) && on_16_bytes(p.out, p.out_stride, size);
+  plan.bulk = info.capability >= 90 && plan.aligned;
+  if (info.capability < 90) plan.stages = Products::kStages;
+  plan.cluster = info.capability >= 90 &&
+                 Memory::merge_bytes(true) <= Memory::bytes(plan.stages) - Memory::kHeadBytes && (plan.splits <= 8 || widest_cluster_runs<Products>(device, plan.stages));
+  return plan;
+}
+
+// A tensor [batch, head, row, element] as boxes of rows, in slabs of 128 swizzled bytes of a row.
+inline bool make_map(CUtensorMap* map, DType dtype, const void* data, const int64_t* stride, int dim, int64_t rows,
+                     int heads, int batch, int box_rows, int box_heads) {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status),
+          "cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  const int size = dtype == DType::f32 ? 4 : 2;
+  const CUtensorMapDataType types[3] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                        CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
+  const cuuint64_t dims[4] = {cuuint64_t(dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
+  const cuuint64_t strides[3] = {cuuint64_t(stride[2] * size), cuuint64_t(stride[1] * size),
+                                 cuuint64_t(stride[0] * size)};
+  const cuuint32_t box[4] = {cuuint32_t(128 / size), cuuint32_t(box_rows), cuuint32_t(box_heads), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return encode != nullptr &&
+         encode(map, types[int(dtype)], 4, const_cast<void*>(data), dims, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class Products>
+bool make_maps(AttentionMaps* maps, const BlockAttentionParams& p, const AttentionPlan& plan) {
+  const auto keys = [&](CUtensorMap* map, const void* data, const int64_t* stride, int64_t rows) {
+    return make_map(map, p.dtype, data, stride, p.head_dim, rows, p.num_kv_heads, p.batch, Products::kKeys, 1);
+  };
+  const bool cache = p.capacity == 0 || (keys(&maps->k_cache, p.k_cache, p.k_cache_stride, p.capacity) &&
+                                         keys(&maps->v_cache, p.v_cache, p.v_cache_stride, p.capacity));
+  return cache && keys(&maps->k_block, p.k_block, p.k_block_stride, p.slots) &&
+         keys(&maps->v_block, p.v_block, p.v_block_stride, p.slots) &&
+         make_map(&maps->query, p.dtype, p.q, p.q_stride, p.head_dim, p.slots, p.num_heads, p.batch, plan.tile_slots,
+                  plan.tile_heads);
+}
+
+template <class Products>
+void launch_clusters(const BlockAttentionParams& p, const AttentionPlan& plan, const AttentionMaps& maps, dim3 grid,
+                     Stream stream) {
+  const DeviceScope scope(stream.device);
+  const auto kernel = attend<Products>;
+  const char* name = "block_attention";
+  const int bytes = Layout<Products>::bytes(plan.stages);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
+  if (plan.splits > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(plan.splits);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = Products::kThreads, config.dynamicSmemBytes = bytes;
+  config.stream = static_cast<cudaStream_t>(stream.handle);
+  config.attrs = attributes, config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, kernel, p, plan, maps), name);
+}
+
+template <class Products>
+void launch_plan(const BlockAttentionParams& p, AttentionPlan plan, Stream stream) {
+  AttentionMaps maps{};
+  plan.bulk = plan.bulk && make_maps<Products>(&maps, p, plan);
+  const dim3 grid(plan.row_tiles * plan.splits, p.num_kv_heads, p.batch);
+  if (plan.splits > 1 && plan.cluster) return launch_clusters<Products>(p, plan, maps, grid, stream);
+  launch("block_attention", attend<Products>, grid, Products::kThreads, Layout<Products>::bytes(plan.stages), stream, p,
+         plan, maps);
+  if (plan.splits > 1)
+    launch("block_attention", merge_partials<typename Products::T>,
+           dim3(plan.row_tiles * plan.rows * plan.columns / 512, p.num_kv_heads, p.batch), 128, 0, stream, p, plan);
+}
+
+inline int64_t partial_rows(const BlockAttentionParams& p, const AttentionPlan& plan) {
+  return plan.splits > 1 && !plan.cluster
+             ? int64_t(p.batch) * p.num_kv_heads * plan.row_tiles * plan.splits * plan.rows
+             : 0;
+}
+
+}  // namespace
+
+template <class T>
+void block_attention_of(const BlockAttentionParams& p, Stream stream) {
+  with_products<T>(p, [&](auto tag) {
+    using Products = typename decltype(tag)::Type;
+    AttentionPlan plan = plan_for<Products>(p, stream.device);
+    if (partial_rows(p, plan) > 0 && p.scratch == nullptr) plan.splits = 1, plan.split_bits = 0;
+    plan.sums = static_cast<float*>(p.scratch);
+    plan.stats = reinterpret_cast<float2*>(plan.sums + partial_rows(p, plan) * plan.columns);
+    launch_plan<Products>(p, plan, stream);
+  });
+}
+
+template <class T>
+int64_t block_attention_scratch(const BlockAttentionParams& p, int device) {
+  return with_products<T>(p, [&](auto tag) -> int64_t {
+    const AttentionPlan plan = plan_for<typename decltype(tag)::Type>(p, device);
+    return partial_rows(p, plan) * (plan.columns * int64_t(sizeof(float)) + int64_t(sizeof(float2)));
+  });
+}
+
+}  // namespace pydflash::cuda
