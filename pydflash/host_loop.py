@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops, reference
 from .drafter import Proposal
 from .paths import Block, Paths
 from .request import Request, Round
@@ -41,15 +42,20 @@ class HostLoop:
         self,
         target: Target,
         drafter: Any,
-        ops: ModuleType,
+        backend: str,
         paths: Paths,
         block_size: int,
         draft_sampling: bool,
     ) -> None:
-        self.target, self.drafter, self.ops, self.paths = target, drafter, ops, paths
+        self.target, self.drafter, self.backend, self.paths = target, drafter, backend, paths
         self.block_size, self.draft_sampling = block_size, draft_sampling
         if paths.auto and drafter is not None:
             paths.measure(target, self._draft_seconds())
+
+    @property
+    def ops(self) -> ModuleType:
+        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
+        return reference if self.backend == "reference" else ops
 
     def begin(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run each prompt through the target and take the first token from its last row."""

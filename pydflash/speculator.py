@@ -6,13 +6,12 @@ import copy
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from . import _backends, ops, reference
+from . import _backends
 from .drafter import Drafter, Proposal
 from .host_loop import HostLoop
 from .paths import PATHS, Paths
@@ -201,16 +200,11 @@ class Speculator:
         if self._paths.path == "tree":
             target.check_trees()
         self._backends["target"] = "generic" if reason is None else f"generic ({reason})"
-        return HostLoop(target, drafter, self.ops, self._paths, self.block_size, self.draft_sampling)
+        return HostLoop(target, drafter, self._backend, self._paths, self.block_size, self.draft_sampling)
 
     def _defaults(self) -> GenerationDefaults:
         """What the target's generation config asks for now; users change it between requests."""
         return GenerationDefaults(self.target.generation_config)
-
-    @property
-    def ops(self) -> ModuleType:
-        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
-        return reference if self._backend == "reference" else ops
 
     def close(self) -> None:
         """End the use of the target; the model itself is left as it was given."""
