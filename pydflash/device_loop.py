@@ -18,6 +18,7 @@ from .target_fast import FastTarget
 from .tree import tree_of
 
 _KEPT = 2  # sets of buffers that wait for the next request
+_LOCK = threading.Lock()  # around looking for one
 
 
 def bucket(positions: int) -> int:
@@ -37,7 +38,6 @@ class DeviceLoop:
         self.target, self.drafter, self.paths = target, drafter, paths
         self.block_size, self.draft_sampling = block_size, draft_sampling
         self._free: list[DeviceRound] = []
-        self._lock = threading.Lock()
         # On a CPU a launched round is a finished one: running ahead would only waste the last.
         self._ahead = 2 if target.device.type == "cuda" else 1
         if paths.auto and drafter is not None:
@@ -45,6 +45,10 @@ class DeviceLoop:
             trees = {size: tree_of(bushy(size, paths.slots), target.device) for size in sizes}
             times = {size: verify_seconds(target, tree, size + 1) for size, tree in trees.items()}
             paths.settle(times)
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy has buffers of its own: captured graphs cannot be copied."""
+        return self.__dict__ | {"_free": []}
 
     def begin(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run the prompts of a batch; returns the first tokens of each."""
@@ -123,13 +127,14 @@ class DeviceLoop:
         rounds.abandon()
         if self.target.device.type == "cuda":
             rounds.ended = torch.cuda.current_stream(self.target.device).record_event()
-        with self._lock:
+        with _LOCK:
             self._free.append(rounds)
             del self._free[:-_KEPT]
 
     def _take(self, batch: int, needed: int, sampled: bool, pieces: bool) -> DeviceRound:
         capacity = bucket(needed)
-        with self._lock:
+        with _LOCK:
+            self._free = [rounds for rounds in self._free if rounds.current]
             for rounds in self._free:
                 same = (rounds.batch, rounds.sampled, rounds.pieces) == (batch, sampled, pieces)
                 if same and needed <= rounds.capacity <= 2 * capacity:

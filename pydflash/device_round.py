@@ -6,6 +6,7 @@ on the device, and the host reads what a round brought after it has launched the
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -80,15 +81,16 @@ class DeviceRound:
             pinned = device.type == "cuda"
             self._host = [torch.empty_like(self._packed, device="cpu", pin_memory=pinned) for _ in range(_AHEAD)]
             self._events = [torch.cuda.Event() if pinned else None for _ in range(_AHEAD)]
-            # A captured graph reads these tables; they must not go when longer ones are made.
+            # A captured graph reads these; they must not go when others take their place.
             self._held = (target.tables(capacity + 64), drafter and drafter.tables())
+            self._derived: tuple[object, ...] = () if drafter is None else drafter.derived()
             self.how = self._capture()
 
     # --- the program ----------------------------------------------------------------------------------------
 
     def _draft(self) -> Block:
         if self.drafter is None or self.context is None or self.features is None:
-            return Block(self.anchors[:, None], None)
+            return Block(self.anchors[:, None].clone(), None)
         drafter, target, paths = self.drafter, self.target.target, self.paths
         drafter.append_context(self.features[:, : self.block_size], self.context, self.counts)
         proposal = drafter.propose(
@@ -104,7 +106,7 @@ class DeviceRound:
         return paths.block(ops, self.anchors, proposal, self.block_size - 1, self.heat)
 
     def _verify(self) -> tuple[Block, TargetOutput]:
-        block = self._draft() if self.block_size > 1 else Block(self.anchors[:, None], None)
+        block = self._draft()
         return block, self.target.verify(block.tokens, self.cache, block.tree)
 
     def _accept(self, block: Block, output: TargetOutput, logits: Tensor) -> None:
@@ -179,7 +181,9 @@ class DeviceRound:
         try:
             for part in parts:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream, pool=graphs[0].pool() if graphs else None):
+                pool = graphs[0].pool() if graphs else None
+                # Only this thread's calls are part of it, and what other threads do meanwhile is no error.
+                with torch.cuda.graph(graph, stream=stream, pool=pool, capture_error_mode="thread_local"):
                     part()
                 graphs.append(graph)
         except RuntimeError as error:
@@ -188,6 +192,12 @@ class DeviceRound:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._parts = [graph.replay for graph in graphs]
         return "graph"
+
+    @property
+    def current(self) -> bool:
+        """Whether the program still reads the drafter's weights as they are."""
+        now: tuple[object, ...] = () if self.drafter is None else self.drafter.derived()
+        return all(map(operator.is_, self._derived, now))
 
     @property
     def under_way(self) -> int:
@@ -268,7 +278,7 @@ def verify_seconds(target: FastTarget, tree: Any, size: int, repeats: int = 8) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(device), torch.cuda.graph(graph):
+            with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run()
             run = graph.replay
             run()

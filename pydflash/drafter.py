@@ -234,6 +234,12 @@ class Drafter(CanonicalNames):
             self._decoder = (pointers, decoder_of(self.config, self.stack, self.norm.weight, self.fc))
         return self._decoder[1]
 
+    def derived(self) -> tuple[object, object]:
+        """What is made of the parameters and kept: others once these have moved, or k and v projections changed."""
+        with torch.no_grad():
+            self._context_projection()
+            return self.decoder(), self._context_weights
+
     def fuse(self, features: Tensor) -> Tensor:
         """hidden_norm(fc(features)): [B, C, F * target_hidden_size] to [B, C, H], the same for every layer."""
         return self.hidden_norm(self.fc(features.to(self.dtype)))

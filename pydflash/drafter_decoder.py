@@ -12,11 +12,7 @@ from .layers import BlockConv, DrafterLayer
 
 
 class DrafterDecoder:
-    """Holds views of a drafter's parameters, never copies.
-
-    Attributes:
-        pointers: Where the parameters lay when it was built; it must be built anew when they move.
-    """
+    """Holds views of a drafter's parameters, never copies; it must be built anew when they move."""
 
     def __init__(self, config: DrafterConfig, layers: list[DrafterLayer], final_norm: Tensor, fc: nn.Linear) -> None:
         self.config = config

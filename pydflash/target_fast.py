@@ -25,6 +25,7 @@ from .drafter_decoder import block_masks
 from .target import Target, TargetOutput
 from .target_layers import Recognised, UnknownForm
 from .target_probe import PROBE_TOKENS, rollback_fault, tree_fault
+from .target_wiring import wiring_fault
 from .tree import Tree
 
 _NAME = "pydflash_fast"
@@ -50,15 +51,18 @@ class FastCache(KVCache):
 
 @dataclass(slots=True)
 class _Step:
-    """What the layers of one forward share. block: None in a prefill of `row` from position `start` on."""
+    """What the layers of one forward share. block: None in a prefill of `row` from position `start` on.
+
+    windows: What each layer's attention was told. norms: Those of each layer's queries, where they are asked for.
+    """
 
     cache: FastCache
     row: int = 0
     start: int = 0
     block: Block | None = None
     layer: int = 0
-    windows: set[int] = field(default_factory=set)
-    calls: int = 0
+    windows: dict[int, int] = field(default_factory=dict)
+    norms: list[Tensor] | None = None
 
 
 _STEP: ContextVar[_Step] = ContextVar("pydflash_fast_step")
@@ -119,10 +123,14 @@ class FastTarget:
         if (fault := self._fault()) is not None:
             self._refuse("attention that positions and windows describe fully", fault)
         try:
-            self.recognised = Recognised(target)
-            fault = self._fault()
+            own = Recognised(target, self._seen.windows)
+            if (fault := wiring_fault(own, target._trial_ids(24), self._run_at)) is None:
+                self.recognised = own
+                fault = self._fault()
         except UnknownForm as error:
             fault = str(error)
+        except Exception as error:  # whatever else a model of another form may lack
+            fault = f"{type(error).__name__}: {error}"
         if fault is not None:
             self.recognised = None
         self.form = "fused layers" if fault is None else f"the model's own layers (fused ones need {fault})"
@@ -140,6 +148,8 @@ class FastTarget:
 
     def prefill_chunks(self, ids: Tensor, cache: FastCache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
+        if self.target._closed:
+            raise ValueError("prefill: target must be open, got one after close()")
         start = int(cache.lengths[row])
         size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
         for part in ids.split(size, 1):
@@ -186,7 +196,7 @@ class FastTarget:
 
     def _decode(self, own: Recognised, tokens: Tensor, cache: FastCache, block: Block) -> TargetOutput:
         ids, decoder = self.target.layer_ids, own.decoder
-        with torch.no_grad():
+        with torch.no_grad(), self._own_dtype():
             hidden, taken = decoder(own.embed(tokens), cache, own.tables(cache.capacity + 64), block, set(ids))
             if own.head is None:
                 logits = self.target.head(hidden)
@@ -202,7 +212,7 @@ class FastTarget:
         taken: dict[int, Tensor] = {}
         token = _STEP.set(step)
         try:
-            with torch.no_grad(), target._borrow(taken, target.layer_ids), self._borrow_attention():
+            with torch.no_grad(), self._own_dtype(), target._borrow(taken, target.layer_ids), self._borrow_attention():
                 logits = target.model(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
@@ -210,15 +220,19 @@ class FastTarget:
         features = torch.cat([taken[i] for i in target.layer_ids], -1).to(self.dtype) if taken else None
         return TargetOutput(logits[:, -1:] if last_only else logits, features)
 
+    def _own_dtype(self) -> torch.autocast:
+        """Keeps a surrounding autocast out: the cache and the ops take the model's own dtype."""
+        return torch.autocast(self.device.type, enabled=False)
+
     @contextmanager
     def _borrow_attention(self) -> Iterator[None]:
         config = self.target._text_config
         own = config._attn_implementation
-        config._attn_implementation = _NAME
+        config._attn_implementation_internal = _NAME  # the property would set it on configs inside this one, too
         try:
             yield
         finally:
-            config._attn_implementation = own
+            config._attn_implementation_internal = own
 
     def _refuse(self, expected: str, got: object) -> NoReturn:
         raise ValueError(f"FastTarget: {type(self.target.model).__name__} must have {expected}, got {got}")
@@ -265,14 +279,19 @@ class FastTarget:
             fault = self._window_fault()
         return fault
 
+    def _run_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
+        norms: list[Tensor] = []
+        step = _Step(self.new_cache(1, ids.shape[1]), norms=norms)
+        return self._forward(ids, positions, step).logits, norms
+
     def _window_fault(self) -> str | None:
         """A window that only transformers' masks know of would be lost."""
         config, seen = self.target._text_config, self._seen
-        if not seen.calls:
+        if not seen.windows:
             return "attention of its own beside transformers' AttentionInterface"
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         window = getattr(config, "sliding_window", None)
-        if "sliding_attention" in kinds and window and not seen.windows - {0}:
+        if "sliding_attention" in kinds and window and not any(seen.windows.values()):
             return f"a sliding window ({window}) that its attention is not told"
         return None
 
@@ -295,8 +314,9 @@ def _attend(
     step = _STEP.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
-    step.calls += 1
-    step.windows.add(window)
+    step.windows[step.layer] = window
+    if step.norms is not None:
+        step.norms.append(query.float().norm())
     if step.block is None:
         return _attend_prefill(query, key, value, scale, window), None
     cache, block, i = step.cache, step.block, step.layer

@@ -26,9 +26,10 @@ class UnknownForm(ValueError):
 class Recognised:
     """A target's decoder with its embedding, its head and its rotary tables, sharing the model's own weights."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, windows: dict[int, int]) -> None:
+        """windows: the sliding window of each layer, as its attention is told; 0 where it sees everything."""
         config = target._text_config
-        self._target = target
+        self.target = target
         self.embed: nn.Module = target.model.get_input_embeddings()
         body = _body(target)
         self._rotary: Any = getattr(body, "rotary_emb", None)
@@ -39,10 +40,11 @@ class Recognised:
         attention, heads = first.self_attn if hasattr(first, "self_attn") else None, config.num_attention_heads
         dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        layers = [_layer(layer, config, i, (heads, kv_heads, dim)) for i, layer in enumerate(target.layers)]
+        layers = [_layer(layer, windows.get(i, 0), (heads, kv_heads, dim)) for i, layer in enumerate(target.layers)]
         norm = _norm_of(first.input_layernorm)
         q_norm = getattr(attention, "q_norm", None)
-        self._tables: tuple[Tensor, Tensor] = self._make_tables(64)
+        self.final: nn.Module = final
+        self._tables = self.tables_at(torch.arange(64, device=target.device)[None])
         self.decoder = Decoder(
             layers,
             heads,
@@ -63,20 +65,20 @@ class Recognised:
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [at least `positions`, rotary_dim / 2] float32, as the model's own module gives them."""
         if len(self._tables[0]) < positions:
-            self._tables = self._make_tables(1 << (positions - 1).bit_length())
+            size = 1 << (positions - 1).bit_length()
+            self._tables = self.tables_at(torch.arange(size, device=self.target.device)[None])
         return self._tables
 
-    def _make_tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        target = self._target
-        like = torch.zeros(1, dtype=target.dtype, device=target.device)
-        at = torch.arange(positions, device=target.device)[None]
+    def tables_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of `tables` for positions [1, P]."""
+        like = torch.zeros(1, dtype=self.target.dtype, device=self.target.device)
         with torch.no_grad():
-            found = self._rotary(like, at)
+            found = self._rotary(like, positions)
         if not isinstance(found, tuple) or len(found) != 2 or found[0].dim() != 3:
             _unknown("a rotary_emb that gives cos and sin", type(found).__name__)
         cos, sin = (x[0].float() for x in found)
         half = cos.shape[-1] // 2
-        self._interleaved = positions > 1 and torch.equal(cos[:, 0::2], cos[:, 1::2])
+        self._interleaved = torch.equal(cos[:, 0::2], cos[:, 1::2])
         if self._interleaved:
             return cos[:, 0::2].contiguous(), sin[:, 0::2].contiguous()
         if not torch.equal(cos[:, :half], cos[:, half:]):
@@ -118,7 +120,7 @@ def _projection(linears: list[Any], sizes: list[int] | None = None, gated: bool 
     return Projection(tuple(weights), tuple(biases), gated)
 
 
-def _layer(layer: Any, config: Any, i: int, sizes: tuple[int, int, int]) -> LayerWeights:
+def _layer(layer: Any, window: int, sizes: tuple[int, int, int]) -> LayerWeights:
     heads, kv_heads, dim = sizes
     if (parts := set(_parts(layer))) != _LAYER:
         _unknown(f"layers of {', '.join(sorted(_LAYER))}", ", ".join(sorted(parts)))
@@ -147,18 +149,8 @@ def _layer(layer: Any, config: Any, i: int, sizes: tuple[int, int, int]) -> Laye
         layer.post_attention_layernorm.weight.detach(),
         _projection(gate_up, [width, width], gated=True),
         _projection([mlp["down_proj"]]),
-        window_of(layer.self_attn, config, i),
+        window,
     )
-
-
-def window_of(attention: Any, config: Any, i: int) -> int:
-    """The sliding window of layer i, 0 where it sees everything."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is not None:
-        return int(window or 0) if kinds[i] == "sliding_attention" else 0
-    own = getattr(attention, "sliding_window", window)
-    return int(own or 0)
 
 
 def _norm_of(module: Any) -> Norm:

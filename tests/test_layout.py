@@ -17,19 +17,34 @@ MODULES = sorted(PACKAGE.glob("*.py"))
 
 # A module imports from earlier rows only, also inside functions. What is in no row is at the top.
 ORDER = (
-    ("_backends", "_wheel", "cache", "config_keys", "reference", "rope", "sampling", "stats", "tree"),
+    (
+        "_backends",
+        "_wheel",
+        "cache",
+        "config_keys",
+        "reference",
+        "reference_fused",
+        "rope",
+        "sampling",
+        "stats",
+        "tree",
+    ),
     ("_native", "target_cache", "target_defaults", "target_probe", "target_tree", "text", "weight_files"),
-    ("config_rope", "ops"),
-    ("layouts",),
-    ("config",),
-    ("checkpoint", "layers"),
-    ("drafter", "target"),
-    ("paths", "request"),
+    ("_native_fused", "config_rope", "ops"),
+    ("fused", "layouts"),
+    ("config", "decoder"),
+    ("checkpoint", "layers", "target_layers"),
+    ("drafter_decoder", "drafter_weights", "target"),
+    ("drafter", "target_wiring"),
+    ("paths", "request", "target_fast"),
+    ("device_round", "host_loop"),
+    ("device_loop",),
     ("speculator",),
 )
-LEAVES = ("_backends", "reference", "sampling", "cache", "rope", "stats", "tree")
+LEAVES = ("_backends", "reference", "reference_fused", "sampling", "cache", "rope", "stats", "tree")
+FAST = ("decoder", "target_layers", "target_wiring", "target_fast", "device_round", "device_loop")
 CONFIG = ("config", "config_keys", "config_rope", "layouts")
-TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults")
+TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults", "target_fast")
 MOST_LINES = 430  # "about 400"
 
 
@@ -118,10 +133,19 @@ def test_leaves_and_the_named_edges() -> None:
         assert found[leaf] == set(), leaf
     assert found["ops"] == {"_native"}
     assert found["_native"] == {"_backends"}
+    assert found["fused"] == {"_native_fused", "ops"}
+    assert found["_native_fused"] == {"_native", "reference_fused"}
+    assert found["decoder"] == {"cache", "fused", "ops"}
     for name in CONFIG:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}
     assert not found["target"] & {"drafter", "speculator", "checkpoint", "config"}
+    for name in ("target", "target_probe", "target_batch", "host_loop", "paths", "request"):
+        assert not found[name] & set(FAST), name  # works without the fast path
+    for name in ("target_layers", "target_wiring", "target_fast"):
+        assert not found[name] & {"drafter", "drafter_weights", "paths", "request", "config", "checkpoint"}, name
+    for name in ("device_round", "device_loop"):
+        assert not found[name] & {"host_loop", "speculator", "decoder", "target_layers", "target_probe"}, name
     assert found["bench_figures"] == {"training"}
     assert found["bench_report"] == {"bench_figures"}
     assert not found["bench_methods"] & {"bench", "bench_figures", "bench_report", "training", "cli"}
@@ -150,7 +174,7 @@ def test_heavy_packages_wait_until_they_are_needed() -> None:
     for name in ("__init__", "__main__", "_backends", "cli", "stats", *CONFIG):
         at_import = {f.name.split(".")[0] for f in imports_of(PACKAGE / f"{name}.py") if f.at_import}
         assert not at_import & set(heavy), name
-    for name in ("target", "target_defaults", "speculator", "drafter"):
+    for name in ("target", "target_defaults", "target_layers", "target_wiring", "host_loop", "speculator", "drafter"):
         at_import = {f.name.split(".")[0] for f in imports_of(PACKAGE / f"{name}.py") if f.at_import}
         assert "transformers" not in at_import, name
 

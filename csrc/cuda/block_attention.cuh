@@ -1,6 +1,7 @@
 // How block_attention is cut up and what its slots see. The query heads of a KV head are folded into the rows
 // (head, slot) of a tile; a context is cut into steps of cache rows that the splits take in turn, so that the first
-// step of a split is known before the length is.
+// step of a split is known before the length is. Keys and values are read once per tile of rows: in 16 bits that is
+// 4 head_dim bytes per position and KV head, for 4 head_dim operations with each of the group's slots.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +12,7 @@
 
 namespace pydflash::cuda {
 
-constexpr int kMaxSplits = 16;  // a cluster has no more blocks of threads
+constexpr int kMaxSplits = 16;  // of a context; a lane each in the merge
 
 // Fixed by shapes alone: one captured launch serves every length.
 struct AttentionPlan {
@@ -19,7 +20,6 @@ struct AttentionPlan {
   int rows, columns;  // of a tile in memory, both padded
   int row_tiles, slot_tiles, tile_heads, tile_slots;
   float per_slot;  // 1 / tile_slots
-  bool cluster;    // splits merge through the shared memory of their cluster, else through scratch
   bool aligned;    // every row starts on 16 bytes
   bool bulk;       // tiles are copied by the tensor maps
   float* sums;     // scratch [unit, split, row, column], a unit being a row tile of a KV head of a sequence
@@ -90,8 +90,8 @@ struct SlotLimits {
 
   __device__ __forceinline__ void fill(const BlockAttentionParams& p, int batch, int length, bool block) {
     if (int i = threadIdx.x; i < p.slots) {
-      first[i] = first_position(p, length, p.window > 0 ? p.depths[batch * p.depths_stride + i] : 0);
       if (block) bits[i] = visible_slots(p, batch, i);
+      first[i] = first_position(p, length, p.window > 0 ? p.depths[batch * p.depths_stride + i] : 0);
     }
   }
 
@@ -159,61 +159,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // What is subtracted before exp2: a row without keys so far has top -inf.
 __device__ __forceinline__ float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
-
-// Four columns of a row, as sums relative to 2^top, and what divides them.
-struct Partial {
-  float4 sums;
-  float2 stats;  // top, total
-};
-
-// Parts of a row weighted and summed in a fixed order, by groups of 16 lanes that share the row. All parts are loaded
-// before the first is used; a part without keys may hold anything.
-template <int kMax, class StatsAt, class SumsAt>
-__device__ __forceinline__ Partial merge(int parts, StatsAt stats_at, SumsAt sums_at) {
-  const int lane = threadIdx.x % 32, mine = lane % 16;
-  const float2 stats = mine < parts ? stats_at(mine) : make_float2(-INFINITY, 0);
-  const unsigned used = __ballot_sync(~0u, stats.x > -INFINITY) >> (lane & 16);
-  float4 sums[kMax];
-#pragma unroll
-  for (int i = 0; i < kMax; ++i)
-    if (used >> i & 1) sums[i] = sums_at(i);
-  float top = stats.x;
-#pragma unroll
-  for (int other = 8; other > 0; other /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-  const float weight = exp2_fast(stats.x - finite_top(top));
-  float total = weight * stats.y;
-#pragma unroll
-  for (int other = 8; other > 0; other /= 2) total += __shfl_xor_sync(~0u, total, other);
-  float4 merged = make_float4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < kMax; ++i) {
-    const float w = __shfl_sync(~0u, weight, i, 16);
-    if (used >> i & 1) {
-      merged.x = fmaf(w, sums[i].x, merged.x), merged.y = fmaf(w, sums[i].y, merged.y);
-      merged.z = fmaf(w, sums[i].z, merged.z), merged.w = fmaf(w, sums[i].w, merged.w);
-    }
-  }
-  return {merged, make_float2(top, total)};
-}
-
-// Four columns of a folded row, normalised, to the output; zeros where no key was seen.
-template <class T>
-__device__ __forceinline__ void store_columns(const BlockAttentionParams& p, const AttentionPlan& plan,
-                                              const RowTile& tile, int row, int column, const Partial& partial) {
-  T* out = static_cast<T*>(p.out) + tile.batch * p.out_stride[0] + tile.head_of(plan, row) * p.out_stride[1] +
-           tile.slot_of(plan, row) * p.out_stride[2] + column;
-  struct alignas(4 * sizeof(T)) Four {
-    T x[4];
-  };
-  const float4 sums = partial.sums;
-  const float factor = partial.stats.y > 0 ? 1 / partial.stats.y : 0;
-  const Four narrow{from_float<T>(sums.x * factor), from_float<T>(sums.y * factor), from_float<T>(sums.z * factor),
-                    from_float<T>(sums.w * factor)};
-  if (plan.aligned)
-    *reinterpret_cast<Four*>(out) = narrow;
-  else
-    for (int e = 0; e < 4; ++e) out[e] = narrow.x[e];
-}
 
 }  // namespace
 }  // namespace pydflash::cuda

@@ -1,5 +1,5 @@
-// Tiles of rows on their way to shared memory: by the tensor memory accelerator where there is one, by cp.async before
-// it, and element by element where rows are not on 16 bytes.
+// Tiles of rows on their way to shared memory: by tensor maps where the architecture has them, by cp.async before,
+// element by element where rows do not start on 16 bytes.
 #pragma once
 
 #include "cuda/block_attention.cuh"
@@ -20,8 +20,22 @@ __device__ __forceinline__ int tile_offset(int row, int chunk) {
   return (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
 }
 
+// A place in shared memory, for ordinary accesses and for instructions that take its address in 32 bits.
+struct Place {
+  char* pointer;
+  uint32_t address;
+
+  __device__ __forceinline__ Place operator+(int bytes) const { return {pointer + bytes, address + bytes}; }
+};
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// Of the first kThreads threads of a block, those that multiply.
+template <int kThreads>
+__device__ __forceinline__ void sync_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 // Makes ordinary stores to shared memory visible to the copy engine and to wgmma, once a barrier has followed.
@@ -29,22 +43,26 @@ __device__ __forceinline__ void fence_async() {
   if constexpr (kBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Barriers in shared memory that count the bytes still to come.
-__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// Barriers in shared memory. A phase ends when `count` have arrived and the bytes that they expect have come.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 __device__ __forceinline__ void fence_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+  if constexpr (kBulkCopies)
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier, unsigned parity) {
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, unsigned parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}" ::"r"(shared_address(barrier)),
+      "@!done bra again;}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -55,16 +73,24 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 
 // Starts copying a tile of kDim columns from [batch, head, row] on; what lies outside the tensor becomes zero.
 template <int kRows, int kDim, class T>
-__device__ __forceinline__ void bulk_copy_tile(char* tile, const CUtensorMap& map, int row, int head, int batch,
-                                               uint64_t* barrier) {
+__device__ __forceinline__ void bulk_copy_tile(uint32_t tile, const CUtensorMap& map, int row, int head, int batch,
+                                               uint32_t barrier) {
 #pragma unroll
   for (int slab = 0; slab < kDim * int(sizeof(T)) / 128; ++slab)
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-        "[%6];" ::"r"(shared_address(tile + slab * (kRows * 128))),
-        "l"(&map), "r"(slab * (128 / int(sizeof(T)))), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
+        "[%6];" ::"r"(tile + slab * (kRows * 128)),
+        "l"(&map), "r"(slab * (128 / int(sizeof(T)))), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
+#else
+__device__ __forceinline__ void arrive(uint32_t) {}
+__device__ __forceinline__ void arrive_expecting(uint32_t, int) {}
+__device__ __forceinline__ void wait_for_phase(uint32_t, unsigned) {}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap&) {}
+template <int kRows, int kDim, class T>
+__device__ __forceinline__ void bulk_copy_tile(uint32_t, const CUtensorMap&, int, int, int, uint32_t) {}
+#endif
 
 __device__ __forceinline__ void copy_chunk(char* to, const void* from, bool present) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -91,24 +117,22 @@ struct RowsInMemory {
   }
 };
 
-// `rows` rows of `dim` elements to a tile whose other elements become zero, 16 bytes at a time.
+// `rows` rows of `dim` elements to a tile whose other elements become zero, by the first kThreads threads.
 template <int kRows, int kDim, int kThreads, class T>
-__device__ __forceinline__ void copy_tile(char* tile, const RowsInMemory<T>& from, int rows, int dim) {
+__device__ __noinline__ void copy_tile(char* tile, RowsInMemory<T> from, int rows, int dim, bool aligned) {
   constexpr int kPer = 16 / sizeof(T), kChunks = kDim / kPer;
-  static_assert(kThreads % kChunks == 0 && kRows * kChunks % kThreads == 0, "a thread keeps its column");
-  const int chunk = threadIdx.x % kChunks;
+  if (!kBulkCopies && aligned) {
+    static_assert(kThreads % kChunks == 0 && kRows * kChunks % kThreads == 0, "a thread keeps its column");
+    const int chunk = threadIdx.x % kChunks;
 #pragma unroll
-  for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
-    const int row = threadIdx.x / kChunks + i * (kThreads / kChunks);
-    const bool present = row < rows && chunk * kPer < dim;
-    copy_chunk(tile + tile_offset<kRows>(row, chunk), from.at(present ? row : 0) + (present ? chunk * kPer : 0), present);
+    for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
+      const int row = threadIdx.x / kChunks + i * (kThreads / kChunks);
+      const bool present = row < rows && chunk * kPer < dim;
+      copy_chunk(tile + tile_offset<kRows>(row, chunk), from.at(present ? row : 0) + (present ? chunk * kPer : 0),
+                 present);
+    }
+    return;
   }
-}
-
-// The same for rows that start anywhere.
-template <int kRows, int kDim, int kThreads, class T>
-__device__ __noinline__ void copy_elements(char* tile, RowsInMemory<T> from, int rows, int dim) {
-  constexpr int kPer = 16 / sizeof(T);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kDim; i += kThreads) {
     const int row = i / kDim, column = i % kDim;

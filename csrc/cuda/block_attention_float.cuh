@@ -23,9 +23,10 @@ class FloatProducts {
     }
   }
 
-  template <class Seen>
-  __device__ __forceinline__ void step(const char* query, const char* keys, const char* values, float factor,
-                                       bool partial, Seen seen) {
+  template <class Seen, class WaitForValues>
+  __device__ __forceinline__ void step(Place query_, Place keys_, Place values_, float factor, bool partial,
+                                       Seen seen, WaitForValues wait_for_values) {
+    const char *query = query_.pointer, *keys = keys_.pointer, *values = values_.pointer;
     float scores[kWarpRows] = {};
 #pragma unroll 4
     for (int c = 0; c < kDim / 4; ++c) {
@@ -50,6 +51,7 @@ class FloatProducts {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) sums_[r][c] *= decay;
     }
+    wait_for_values();
 #pragma unroll 4
     for (int k = 0; k < kKeys; ++k) {
       float value[kColumns];

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <mutex>
 
 #include "cuda/block_attention_float.cuh"
 #include "cuda/block_attention_kernel.cuh"
@@ -33,32 +31,6 @@ auto with_products(const BlockAttentionParams& p, Run run) {
       return dim <= 64 ? run(Tag<TensorProducts<T, 64, 4, 1>>{}) : run(Tag<TensorProducts<T, 128, 4, 1>>{});
     return dim <= 64 ? run(Tag<TensorProducts<T, 64, 8, 1>>{}) : run(Tag<TensorProducts<T, 128, 8, 1>>{});
   }
-}
-
-// Whether clusters of kMaxSplits can run; eight blocks always can where clusters exist.
-template <class Products>
-bool widest_cluster_runs(int device, int stages) {
-  static std::array<std::once_flag, 64> once;
-  static std::array<bool, 64> runs{};
-  std::call_once(once.at(size_t(device)), [device, stages] {
-    const DeviceScope scope(device);
-    const auto kernel = attend<Products>;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = kMaxSplits, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = kMaxSplits, config.blockDim = Products::kThreads;
-    config.dynamicSmemBytes = Layout<Products>::bytes(stages);
-    config.attrs = &attribute, config.numAttrs = 1;
-    int clusters = 0;
-    runs[size_t(device)] =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<Products>::bytes(stages)) ==
-            cudaSuccess &&
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0;
-    cudaGetLastError();
-  });
-  return runs[size_t(device)];
 }
 
 inline bool on_16_bytes(const void* data, const int64_t* stride, int size) {
@@ -93,8 +65,6 @@ AttentionPlan plan_for(const BlockAttentionParams& p, int device) {
                  on_16_bytes(p.v_block, p.v_block_stride, size) && on_16_bytes(p.out, p.out_stride, size);
   plan.bulk = info.capability >= 90 && plan.aligned;
   if (info.capability < 90) plan.stages = Products::kStages;
-  plan.cluster = info.capability >= 90 &&
-                 Memory::merge_bytes(true) <= Memory::bytes(plan.stages) - Memory::kHeadBytes && (plan.splits <= 8 || widest_cluster_runs<Products>(device, plan.stages));
   return plan;
 }
 
@@ -136,44 +106,21 @@ bool make_maps(AttentionMaps* maps, const BlockAttentionParams& p, const Attenti
 }
 
 template <class Products>
-void launch_clusters(const BlockAttentionParams& p, const AttentionPlan& plan, const AttentionMaps& maps, dim3 grid,
-                     Stream stream) {
-  const DeviceScope scope(stream.device);
-  const auto kernel = attend<Products>;
-  const char* name = "block_attention";
-  const int bytes = Layout<Products>::bytes(plan.stages);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
-  if (plan.splits > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = unsigned(plan.splits);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = Products::kThreads, config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(stream.handle);
-  config.attrs = attributes, config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kernel, p, plan, maps), name);
-}
-
-template <class Products>
 void launch_plan(const BlockAttentionParams& p, AttentionPlan plan, Stream stream) {
   AttentionMaps maps{};
   plan.bulk = plan.bulk && make_maps<Products>(&maps, p, plan);
-  const dim3 grid(plan.row_tiles * plan.splits, p.num_kv_heads, p.batch);
-  if (plan.splits > 1 && plan.cluster) return launch_clusters<Products>(p, plan, maps, grid, stream);
-  launch("block_attention", attend<Products>, grid, Products::kThreads, Layout<Products>::bytes(plan.stages), stream, p,
-         plan, maps);
-  if (plan.splits > 1)
+  const int threads = Products::kThreads + (plan.bulk ? 32 : 0), bytes = Layout<Products>::bytes(plan.stages);
+  launch("block_attention", attend<Products>, dim3(plan.row_tiles * plan.splits, p.num_kv_heads, p.batch), threads,
+         bytes, stream, p, plan, maps);
+  if (plan.splits > 1) {
+    const int passes = plan.rows * plan.columns / 512;
     launch("block_attention", merge_partials<typename Products::T>,
-           dim3(plan.row_tiles * plan.rows * plan.columns / 512, p.num_kv_heads, p.batch), 128, 0, stream, p, plan);
+           dim3(plan.row_tiles * passes, p.num_kv_heads, p.batch), 128, 0, stream, p, plan);
+  }
 }
 
 inline int64_t partial_rows(const BlockAttentionParams& p, const AttentionPlan& plan) {
-  return plan.splits > 1 && !plan.cluster
-             ? int64_t(p.batch) * p.num_kv_heads * plan.row_tiles * plan.splits * plan.rows
-             : 0;
+  return plan.splits > 1 ? int64_t(p.batch) * p.num_kv_heads * plan.row_tiles * plan.splits * plan.rows : 0;
 }
 
 }  // namespace

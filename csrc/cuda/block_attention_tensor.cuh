@@ -1,4 +1,4 @@
-// Products of block_attention on tensor cores, for 16-bit inputs: scores and sums in float, the weights rounded to the
+// Products of block_attention on tensor cores, for 16-bit inputs: scores and sums in float, weights rounded to the
 // storage type. A warp owns 16 folded rows and, where key groups are more than one, a part of each step's keys.
 #pragma once
 
@@ -15,16 +15,16 @@ namespace pydflash::cuda {
 namespace {
 
 // Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const char* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const char* row) {
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
@@ -56,9 +56,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 #if PYDFLASH_WGMMA
 // Address of a tile in slabs of 128 swizzled bytes; groups of eight rows follow each other.
-__device__ __forceinline__ uint64_t tile_descriptor(const char* at) {
-  return uint64_t((shared_address(at) & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
-         uint64_t(1) << 62;
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t at) {
+  return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
 #define PYDFLASH_ROW(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
@@ -119,7 +118,7 @@ class TensorProducts {
   static constexpr int kDim = kHeadDim, kKeyGroups = kKeyGroups_;
   static constexpr int kRows = 16 * kRowGroups, kThreads = 32 * kRowGroups * kKeyGroups;
   static constexpr int kKeys = kDim > 128 ? 32 : 64, kStages = kDim > 64 ? 2 : 3;
-  static constexpr int kMinBlocks = kThreads > 128 ? 1 : 2;
+  static constexpr int kMinBlocks = kThreads > 128 || kDim > 128 ? 1 : 2;
   static constexpr bool kWarpgroups = PYDFLASH_WGMMA && kRowGroups % 4 == 0 && kKeyGroups == 1 && kKeys == 64;
 
   __device__ __forceinline__ TensorProducts() {
@@ -130,11 +129,11 @@ class TensorProducts {
   }
 
   // One step of keys: scores, weights, sums. seen(row): the keys that a row of the tile sees.
-  template <class Seen>
-  __device__ __forceinline__ void step(const char* query, const char* keys, const char* values, float factor,
-                                       bool partial, Seen seen) {
+  template <class Seen, class WaitForValues>
+  __device__ __forceinline__ void step(Place query, Place keys, Place values, float factor, bool partial, Seen seen,
+                                       WaitForValues wait_for_values) {
     float scores[kWarpKeys / 8][4] = {};
-    find_scores(scores, query, keys);
+    find_scores(scores, query.address, keys.address);
     if (factor <= 0) {  // else the largest score is not the largest product, or -inf becomes NaN
 #pragma unroll
       for (int i = 0; i < kWarpKeys / 2; ++i) scores[i / 4][i % 4] *= factor;
@@ -177,7 +176,8 @@ class TensorProducts {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sums_[i / 8][i % 8][e] *= decay[e / 2];
     }
-    add_values(scores, values);
+    wait_for_values();
+    add_values(scores, values.address);
   }
 
   // Rows of kDim sums, top and total, kDim + 8 floats long; key groups behind each other.
@@ -204,11 +204,10 @@ class TensorProducts {
   __device__ static int key_group() { return threadIdx.x / 32 / kRowGroups; }
   __device__ static int own_row(int half) { return row_group() * 16 + half * 8 + lane() / 4; }
 
-  __device__ __forceinline__ void find_scores(float (&scores)[kWarpKeys / 8][4], const char* query,
-                                              const char* keys) {
+  __device__ __forceinline__ void find_scores(float (&scores)[kWarpKeys / 8][4], uint32_t query, uint32_t keys) {
 #if PYDFLASH_WGMMA
     if constexpr (kWarpgroups) {
-      const char* rows = query + row_group() / 4 * (64 * 128);
+      const uint32_t rows = query + row_group() / 4 * (64 * 128);
       begin_products();
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
@@ -236,7 +235,7 @@ class TensorProducts {
     }
   }
 
-  __device__ __forceinline__ void add_values(const float (&weights)[kWarpKeys / 8][4], const char* values) {
+  __device__ __forceinline__ void add_values(const float (&weights)[kWarpKeys / 8][4], uint32_t values) {
     uint32_t a[kWarpKeys / 16][4];
 #pragma unroll
     for (int n = 0; n < kWarpKeys / 8; ++n)

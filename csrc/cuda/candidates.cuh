@@ -32,16 +32,46 @@ struct Bins {
   }
 };
 
-// Keys of items from low to high, in bins from the largest on.
+// Keys of items from low to high, in bins from the largest on: by equal steps of the key, or of the logit, which
+// spreads the bulk of a row over more bins.
 struct Digit {
   uint64_t low, high;
   int shift;
+  float width, inverse;  // of a bin in logits, or 0
   Target target;
   float top;
 
+  // The largest key's upper half in a bin.
+  __device__ __forceinline__ unsigned edge(int bin) const { return ordered(fmaf(-float(bin), width, top)); }
+
+  __device__ __forceinline__ int bin_of(uint64_t key, float value) const {
+    if (!(width > 0)) return int((high - key) >> shift);
+    const unsigned half = unsigned(key >> 32);
+    int bin = int(fminf((top - value) * inverse, float(kBins - 1)));
+    while (bin > 0 && half > edge(bin)) --bin;
+    while (bin < kBins - 1 && half <= edge(bin + 1)) ++bin;
+    return bin;
+  }
+
+  // Narrows the keys to those of a bin.
+  __device__ void enter(int bin, int vocab_size) {
+    if (width > 0) {
+      high = min(high, uint64_t(edge(bin)) << 32 | 0xffffffffu);
+      if (bin < kBins - 1) low = max(low, uint64_t(edge(bin + 1) + 1) << 32);
+      width = 0;
+    } else {
+      high -= uint64_t(bin) << shift;
+      const uint64_t step = (uint64_t(1) << shift) - 1;
+      if (high - low > step) low = high - step;
+    }
+    // Of one value only the ids are left, which are fewer than 32 bits can tell.
+    const uint64_t least = (high | 0xffffffffu) - unsigned(vocab_size - 1);
+    if (low >> 32 == high >> 32 && low < least && least <= high) low = least;
+  }
+
   __device__ __forceinline__ void add(uint64_t key, float value, Bins& bins) const {
     if (key < low || key > high) return;
-    const int bin = int((high - key) >> shift);
+    const int bin = bin_of(key, value);
     atomicAdd(&bins.count[bin], 1u);
     if (!target.mass) return;
     const uint64_t mass = __float2ull_rn(weight_of(value, top, target.rate) * kMassUnit);
@@ -50,10 +80,6 @@ struct Digit {
     if (const unsigned rest = unsigned(mass >> 32) + carry; rest != 0) atomicAdd(&bins.high[bin], rest);
   }
 };
-
-__device__ __noinline__ void add_token(const Digit& digit, uint64_t key, float value, Bins& bins) {
-  digit.add(key, value, bins);
-}
 
 struct CandidateMemory {
   uint64_t keys[kList];
@@ -76,13 +102,18 @@ struct Prefix {
 template <class T>
 class Candidates {
  public:
-  __device__ Candidates(const LogitRows& rows, int64_t index, CandidateMemory& shared)
+  // `top`: the row's largest logit, NaN where it is to be found.
+  __device__ Candidates(const LogitRows& rows, int64_t index, CandidateMemory& shared, float top)
       : row_(rows.row<T>(index)), tops_(rows.tops + index * rows.tiles),
         groups_(rows.groups + index * rows.tiles * kTileGroups), vocab_size_(rows.vocab_size), tiles_(rows.tiles),
         shared_(shared) {
-    unsigned most = 0;
-    for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) most = max(most, ordered(tops_[t]));
-    most_ = block_max(most, shared.exchange);
+    most_ = ordered(top);
+    if (!(top == top)) {
+      unsigned most = 0;
+#pragma unroll 1
+      for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) most = max(most, ordered(tops_[t]));
+      most_ = block_max(most, shared.exchange);
+    }
     top_ = from_ordered(most_);
   }
 
@@ -97,6 +128,7 @@ class Candidates {
     } else if (target.amount <= tiles_) {
       // As many tiles as tokens are wanted have a largest token, so the least of those bounds the last token wanted.
       unsigned inverse = 0;
+#pragma unroll 1
       for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) inverse = max(inverse, ~ordered(tops_[t]));
       low = uint64_t(~block_max(inverse, shared_.exchange)) << 32;
     }
@@ -124,7 +156,9 @@ class Candidates {
   // little longer, where it holds no more than `limit` items. A group has its largest token's value.
   __device__ __noinline__ Prefix narrow(bool tokens, uint64_t low, Target target, int64_t limit) {
     Bins& bins = shared_.bins;
-    Digit digit{low, uint64_t(most_) << 32 | 0xffffffffu, 0, target, top_};
+    Digit digit{low, uint64_t(most_) << 32 | 0xffffffffu, 0, 0, 0, target, top_};
+    const float width = kLeastExponent / (target.rate * kBins);
+    if (target.mass && width < 1e30f && ordered(top_ - width) < most_) digit.width = width, digit.inverse = 1 / width;
     for (int64_t held = -1;;) {
       const int bits = 64 - __clzll((long long)(digit.high - digit.low)), shift = bits > kDigit ? bits - kDigit : 0;
       digit.shift = shift;
@@ -132,7 +166,7 @@ class Candidates {
       for (int i = int(threadIdx.x); i < kBins; i += int(blockDim.x)) bins.count[i] = bins.low[i] = bins.high[i] = 0;
       __syncthreads();
       if (tokens)
-        each_token(digit.low, [&](uint64_t key, float value) { add_token(digit, key, value, bins); });
+        each_token(digit.low, [&](uint64_t key, float value) { digit.add(key, value, bins); });
       else
         each_group([&](uint64_t key, float value) { digit.add(key, value, bins); });
       __syncthreads();
@@ -147,18 +181,18 @@ class Candidates {
       int64_t above = int64_t(end.before);
       if (target.mass) {
         unsigned sum = 0;
+#pragma unroll 1
         for (int i = int(threadIdx.x); i < end.index; i += int(blockDim.x)) sum += bins.count[i];
         above = block_sum(sum, shared_.exchange);
       }
       held += above;
-      digit.high -= uint64_t(end.index) << shift;
-      const uint64_t width = (uint64_t(1) << shift) - 1;
-      if (digit.high - digit.low > width) digit.low = digit.high - width;
+      const bool several = digit.width > 0 || shift > 0;  // keys in a bin
+      digit.enter(end.index, max(vocab_size_, 2 * kGroup));  // there may be more groups than tokens
       // A bin that is small beside the rest costs less to list than to look into.
       const int64_t through = held + inside;
       const bool close = through <= limit && inside <= 32 + through / 4;
       __syncthreads();
-      if (close || inside == 1 || shift == 0) return {digit.low, through, true};
+      if (close || inside == 1 || !several) return {digit.low, through, true};
       digit.target.amount -= end.before;
     }
   }
@@ -184,12 +218,16 @@ class Candidates {
 #pragma unroll 1
     for (int tile = warp_index(); tile < tiles_; tile += num_warps()) {
       if (order_key(tops_[tile], tile * kTile) < low) continue;
-      float x[Of::kValues];
-      load_tile(row_, vocab_size_, tile, x);
+#pragma unroll 1
+      for (int i = 0; i < Of::kValues; i += Of::kVector) {
+        float x[Of::kVector];
+        widen(load_piece(row_, vocab_size_, tile, i), x);
 #pragma unroll
-      for (int k = 0; k < Of::kValues; ++k) {
-        const int id = tile * kTile + Of::at(k);
-        if (id < vocab_size_ && ordered(x[k]) >= unsigned(low >> 32)) visit(order_key(x[k], id), x[k]);
+        for (int j = 0; j < Of::kVector; ++j) {
+          const int id = tile * kTile + Of::at(i) + j;
+          const float value = no_nan(x[j]);
+          if (id < vocab_size_ && ordered(value) >= unsigned(low >> 32)) visit(order_key(value, id), value);
+        }
       }
     }
   }

@@ -28,9 +28,10 @@ inline int64_t edge_scratch(const Lattice& lattice) {
   return edges_are_shared(lattice) ? 0 : lattice.batch * edge_bytes(lattice);
 }
 
-__device__ __forceinline__ Edges edges_at(const Lattice& lattice, char* memory) {
+// In shared memory, or where they do not fit in part b of scratch, of so many bytes.
+__device__ __forceinline__ Edges edges_at(const Lattice& lattice, char* shared, void* scratch, int64_t bytes, int64_t b) {
   const int64_t rows = int64_t(lattice.slots) * lattice.rows;
-  float* value = reinterpret_cast<float*>(memory);
+  float* value = reinterpret_cast<float*>(bytes > 0 ? static_cast<char*>(scratch) + b * bytes : shared);
   return {value, value + rows * lattice.top_k, reinterpret_cast<int32_t*>(value + rows * (lattice.top_k + 1))};
 }
 
@@ -43,6 +44,15 @@ __device__ __forceinline__ const int64_t* candidates_of(const Lattice& lattice, 
   return lattice.candidates + (b * lattice.slots + slot) * lattice.top_k;
 }
 
+// The candidate of the lowest id among `chosen` and those of `equal`, which begin at `first`.
+__device__ __noinline__ int lowest_id(const int64_t* ids, int chosen, int first, unsigned equal) {
+  for (; equal != 0; equal &= equal - 1) {
+    const int c = first + __ffs(int(equal)) - 1;
+    if (ids[c] < ids[chosen] || (ids[c] == ids[chosen] && c < chosen)) chosen = c;
+  }
+  return chosen;
+}
+
 // For the whole block; ends with a barrier.
 __device__ inline void fill_edges(const Lattice& lattice, int64_t b, const Edges& edges) {
   const int count = lattice.top_k, rows = lattice.slots * lattice.rows, lane = int(threadIdx.x) % kRowLanes;
@@ -51,28 +61,27 @@ __device__ inline void fill_edges(const Lattice& lattice, int64_t b, const Edges
   __syncthreads();
   const int groups = int(blockDim.x) / kRowLanes;
   for (int first = 0; first < rows; first += groups) {
-    const int wanted = first + int(threadIdx.x) / kRowLanes, row = min(wanted, rows - 1);
+    // Groups behind the last row come along empty: every lane takes part in the shuffles.
+    const int row = first + int(threadIdx.x) / kRowLanes, width = row < rows ? count : 0;
     float* value = edges.value + int64_t(row) * count;
     float top = -INFINITY;
-    for (int c = lane; c < count; c += kRowLanes) top = fmaxf(top, value[c]);
+    for (int c = lane; c < width; c += kRowLanes) top = fmaxf(top, value[c]);
 #pragma unroll
     for (int step = kRowLanes / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
     float shift = top, log_total = 0;
     if (lattice.log_normalizers != nullptr) {
-      shift = lattice.log_normalizers[b * lattice.slots + row];  // one row a slot
+      if (width > 0) shift = lattice.log_normalizers[b * lattice.slots + row];  // one row a slot
     } else {
       double total = 0;
-      for (int c = lane; c < count; c += kRowLanes)
+      for (int c = lane; c < width; c += kRowLanes)
         if (const float x = value[c]; x > -INFINITY) total += x == top ? 1.0 : exp(double(x - top));
 #pragma unroll
       for (int step = kRowLanes / 2; step > 0; step /= 2) total += __shfl_xor_sync(kAllLanes, total, step);
       log_total = float(log(total));
     }
     __syncwarp();
-    if (wanted < rows) {
-      for (int c = lane; c < count; c += kRowLanes) value[c] = edge_of(value[c], shift, log_total);
-      if (lane == 0) edges.best[row] = edge_of(top, shift, log_total);
-    }
+    for (int c = lane; c < width; c += kRowLanes) value[c] = edge_of(value[c], shift, log_total);
+    if (lane == 0 && width > 0) edges.best[row] = edge_of(top, shift, log_total);
   }
   __syncthreads();
 }

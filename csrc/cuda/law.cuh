@@ -36,16 +36,11 @@ struct Drawn {
 template <class T>
 class RowLaw {
  public:
-  __device__ RowLaw(const LogitRows& rows, int64_t index, CandidateMemory& shared)
+  // Reads the row's largest logit; with a law, takes one that was found before.
+  __device__ RowLaw(const LogitRows& rows, int64_t index, CandidateMemory& shared, const Law& law = {NAN, 0, 0, 0})
       : row_(rows.row<T>(index)), tops_(rows.tops + index * rows.tiles), sums_(rows.sums + index * rows.tiles),
         masses_(rows.masses + index * rows.tiles), vocab_size_(rows.vocab_size), tiles_(rows.tiles), shared_(shared),
-        candidates_(rows, index, shared) {}
-
-  // With a law that was found before.
-  __device__ RowLaw(const LogitRows& rows, int64_t index, CandidateMemory& shared, const Law& law)
-      : RowLaw(rows, index, shared) {
-    law_ = law;
-  }
+        candidates_(rows, index, shared, law.top), law_(law) {}
 
   __device__ const Law& law() const { return law_; }
   __device__ float mass(int tile) const { return __ldcg(masses_ + tile); }
@@ -53,16 +48,18 @@ class RowLaw {
   __device__ int argmax() {
     const float top = candidates_.top();
     unsigned best = 0;
+#pragma unroll 1
     for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x))
       if (tops_[t] == top) best = max(best, ~unsigned(t));
     const int first = int(~block_max(best, shared_.exchange)) * kTile;
     best = 0;
+#pragma unroll 1
     for (int id = first + int(threadIdx.x); id < min(first + kTile, vocab_size_); id += int(blockDim.x))
       if (no_nan(widen(row_[id])) == top) best = max(best, ~unsigned(id));
     return int(~block_max(best, shared_.exchange));
   }
 
-  // Filters and draws with u. `keep` leaves the masses of all tiles behind, for a residual.
+  // Filters, and draws with u. `keep` does not draw, but leaves the masses of all tiles behind, for a residual.
   __device__ Drawn draw(const Filters& filters, float u, bool keep) {
     law_ = {candidates_.top(), rate_of(filters.temperature), fminf(filters.min_p, 1.0f), 0};
     const bool limited = filters.top_k > 0 && filters.top_k < vocab_size_, nucleus = filters.top_p < 1.0f;
@@ -84,43 +81,41 @@ class RowLaw {
       }
       if (prefix.found) law_.least = prefix.least;
     } else if (!(filters.min_p > 0)) {
-      if (keep)
-        for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) __stcg(masses_ + t, whole_mass(t));
-      return locate(u, false);
+      if (!keep) return locate(u, false);
+      for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) __stcg(masses_ + t, whole_mass(t));
+      return {0, total_mass(false)};
     }
     measure();
+    if (keep) return {0, total_mass(true)};
     return locate(u, true);
   }
 
   // The masses of all tiles, as the filters leave them.
   __device__ __noinline__ void measure() {
-    each_tile([](int) { return true; }, [](int, float (&)[Tile<T>::kValues]) {});
+#pragma unroll 1
+    for (int tile = warp_index(); tile < tiles_; tile += num_warps()) measure(tile, [](float (&)[Tile<T>::kValues]) {});
+    __syncthreads();
   }
 
-  // Replaces the masses of tiles where wanted(tile), after change(tile, weights).
-  template <class Wanted, class Change>
-  __device__ __forceinline__ void each_tile(Wanted wanted, Change change) {
+  // For a whole warp: replaces the mass of a tile, after change(weights).
+  template <class Change>
+  __device__ __forceinline__ void measure(int tile, Change change) {
     using Of = Tile<T>;
-#pragma unroll 1
-    for (int tile = warp_index(); tile < tiles_; tile += num_warps()) {
-      if (!wanted(tile)) continue;
-      float sum = 0;
-      if (law_.alive(tops_[tile], tile)) {
-        float w[Of::kValues];
-        load_tile(row_, vocab_size_, tile, w);
+    float sum = 0;
+    if (law_.alive(tops_[tile], tile)) {
+      float w[Of::kValues];
+      load_tile(row_, vocab_size_, tile, w);
 #pragma unroll
-        for (int k = 0; k < Of::kValues; ++k) {
-          const int id = tile * kTile + Of::at(k);
-          w[k] = id < vocab_size_ ? law_.weight(w[k], id) : 0.0f;
-        }
-        change(tile, w);
-#pragma unroll
-        for (int k = 0; k < Of::kValues; ++k) sum += w[k];
-        sum = lane_sum(sum);
+      for (int k = 0; k < Of::kValues; ++k) {
+        const int id = tile * kTile + Of::at(k);
+        w[k] = id < vocab_size_ ? law_.weight(w[k], id) : 0.0f;
       }
-      if (lane_index() == 0) __stcg(masses_ + tile, sum);
+      change(w);
+#pragma unroll
+      for (int k = 0; k < Of::kValues; ++k) sum += w[k];
+      sum = lane_sum(sum);
     }
-    __syncthreads();
+    if (lane_index() == 0) __stcg(masses_ + tile, sum);
   }
 
   __device__ __noinline__ Drawn locate(float u, bool measured) {
@@ -152,6 +147,7 @@ class RowLaw {
 
   __device__ __noinline__ double total_mass(bool measured) {
     double sum = 0;
+#pragma unroll 1
     for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) sum += measured ? mass(t) : whole_mass(t);
     split(sum, Mark::beyond(0), shared_.exchange);
     const double total = shared_.exchange.total;
@@ -182,6 +178,7 @@ class RowLaw {
     if (i < count) weights[i] = weight_of(key_value(keys[i]), law_.top, law_.rate);
     __syncthreads();
     double before = 0, total = 0;
+#pragma unroll 1
     for (int j = 0; j < (i < count ? count : 0); ++j) {
       if (j < i) before += weights[j];
       total += weights[j];
@@ -192,6 +189,7 @@ class RowLaw {
     const auto weight = [&](int j) { return weights[j] >= law_.floor ? double(weights[j]) : 0.0; };
     double sum = 0;
     total = 0;
+#pragma unroll 1
     for (int j = 0; j < kept; ++j) {
       total += weight(j);
       if (key_id(keys[j]) <= key_id(keys[min(i, kept - 1)])) sum += weight(j);
@@ -208,6 +206,7 @@ class RowLaw {
     if (keep && i < kept) {
       double of_tile = 0;
       bool first = true;
+#pragma unroll 1
       for (int j = 0; j < kept; ++j) {
         if (key_id(keys[j]) / kTile != key_id(keys[i]) / kTile) continue;
         first = first && j >= i;
@@ -229,6 +228,7 @@ class RowLaw {
     law_.least = keys[kept - 1];
     __syncthreads();
     // By id: the lower half of a key is its complement.
+#pragma unroll 1
     for (int i = int(threadIdx.x); i < kept; i += int(blockDim.x)) keys[i] = keys[i] << 32 | keys[i] >> 32;
     __syncthreads();
     sort_descending(keys, kept);
@@ -236,8 +236,10 @@ class RowLaw {
     const auto weight_of_id = [&](int i) { return double(law_.weight(from_ordered(unsigned(keys[i])), id_of(i))); };
     const Crossing token = cross(kept, weight_of_id, Mark::beyond(u), shared_.exchange);
     if (keep) {
+#pragma unroll 1
       for (int t = int(threadIdx.x); t < tiles_; t += int(blockDim.x)) __stcg(masses_ + t, 0.0f);
       __syncthreads();
+#pragma unroll 1
       for (int i = int(threadIdx.x); i < kept; i += int(blockDim.x)) {
         const int tile = id_of(i) / kTile;
         if (i > 0 && id_of(i - 1) / kTile == tile) continue;
@@ -255,7 +257,7 @@ class RowLaw {
   const int vocab_size_, tiles_;
   CandidateMemory& shared_;
   Candidates<T> candidates_;
-  Law law_{};
+  Law law_;
 };
 
 }  // namespace

@@ -57,26 +57,29 @@ struct Tile {
   }
 };
 
-// What lies behind the end of the row reads as -inf.
+// What a lane has of a tile from its value k on; what lies behind the end of the row reads as -inf.
+template <class T>
+__device__ __forceinline__ Piece<T, Tile<T>::kVector> load_piece(const T* row, int vocab_size, int tile, int k) {
+  constexpr int kVector = Tile<T>::kVector;
+  const T* from = row + int64_t(tile) * kTile + Tile<T>::at(k);
+  const int left = vocab_size - tile * kTile - Tile<T>::at(k);
+  if (left >= kVector && reinterpret_cast<uintptr_t>(row) % 16 == 0) return load<kVector>(from);
+  T values[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) values[j] = j < left ? from[j] : from_float<T>(-INFINITY);
+  return pack(values);
+}
+
 template <class T>
 __device__ __forceinline__ void load_tile(const T* row, int vocab_size, int tile, typename Tile<T>::Pieces& pieces) {
   using Of = Tile<T>;
-  const T* from = row + int64_t(tile) * kTile;
   if (vocab_size - tile * kTile >= kTile && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
 #pragma unroll
-    for (int i = 0; i < Of::kLoads; ++i) pieces[i] = load<Of::kVector>(from + Of::at(i * Of::kVector));
-    return;
-  }
-  const int left = vocab_size - tile * kTile;
+    for (int i = 0; i < Of::kLoads; ++i)
+      pieces[i] = load<Of::kVector>(row + int64_t(tile) * kTile + Of::at(i * Of::kVector));
+  } else {
 #pragma unroll
-  for (int i = 0; i < Of::kLoads; ++i) {
-    T values[Of::kVector];
-#pragma unroll
-    for (int j = 0; j < Of::kVector; ++j) {
-      const int at = Of::at(i * Of::kVector + j);
-      values[j] = at < left ? from[at] : from_float<T>(-INFINITY);
-    }
-    pieces[i] = pack(values);
+    for (int i = 0; i < Of::kLoads; ++i) pieces[i] = load_piece(row, vocab_size, tile, i * Of::kVector);
   }
 }
 

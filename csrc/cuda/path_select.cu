@@ -3,115 +3,55 @@
 namespace pydflash::cuda {
 namespace {
 
-constexpr int kMaxThreads = 512, kWalkThreads = 256;
+constexpr int kMaxThreads = 512;
 constexpr int kSide = 16, kRanks = 256;  // a block of the lattice: kSide x kSide edges, kRanks of the sum at a time
-constexpr int kSmallRow = 32, kMaxChoices = 8192;
+
+// The sum's factors, of kSide candidates each; later the choices of a small lattice.
+struct LatticeTile {
+  static constexpr int kStride = kRanks + 4;  // eight rows of four neighbouring ranks meet all banks
+  union {
+    struct {
+      float left[kSide][kStride], right[kSide][kStride];
+    };
+    int choices[2 * kSide * kStride];
+  };
+  bool last;
+};
 
 struct Workspace {
   LogitRows rows;
   float* logits;  // [batch, slots, top_k]: of the candidates
+  // Of every row of a lattice of at most kSide candidates: which candidate follows, and the law it was drawn from.
+  int* choices;  // [batch, slots, top_k]
+  float* laws;   // [batch, slots, top_k, top_k]
 };
+
+// Whether a block of the lattice holds whole rows, and one block the choices of a batch row.
+bool is_small(const PathSelectParams& p) {
+  return p.rank > 0 && p.top_k <= kSide && p.slots * (p.top_k + 1) <= 2 * kSide * LatticeTile::kStride;
+}
 
 Workspace carve_workspace(const PathSelectParams& p, char*& part) {
   Workspace w{};
   w.rows = carve_rows(part, p.batch, p.slots, p.vocab_size, p.logits, p.logits_stride);
   w.logits = p.rank > 0 ? carve<float>(part, w.rows.count * p.top_k) : p.scores;
+  if (!is_small(p)) return w;
+  w.choices = carve<int>(part, w.rows.count * p.top_k);
+  w.laws = carve<float>(part, p.probs != nullptr ? w.rows.count * p.top_k * p.top_k : 0);
   return w;
 }
 
-// One block chooses the candidates of one slot.
-template <class T>
-__global__ void __launch_bounds__(kMaxThreads, 2) choose_candidates(const PathSelectParams p, const Workspace w) {
-  __shared__ CandidateMemory shared;
-  release_successor();
-  wait_for_predecessor();
-  const int64_t index = blockIdx.x;
-  Candidates<T> candidates(w.rows, index, shared);
-  Prefix prefix;
-  const int listed = candidates.collect(Target::count(p.top_k), prefix);
-  sort_descending(shared.keys, listed);
-  for (int c = int(threadIdx.x); c < p.top_k; c += int(blockDim.x)) {
-    const uint64_t key = shared.keys[c];
-    p.candidates[index * p.top_k + c] = key_id(key);
-    w.logits[index * p.top_k + c] = key_value(key);
-  }
-}
-
-// The sum's factors, of kSide candidates each.
-struct LatticeTile {
-  static constexpr int kStride = kRanks + 4;  // eight rows of four neighbouring ranks meet all banks
-  float left[kSide][kStride], right[kSide][kStride];
-};
-
-// Fills kRanks ranks from `first` on of a row; what lies behind the last rank is zero.
-template <class T, class Store>
-__device__ __forceinline__ void load_ranks(const T* row, int first, int rank, int piece, bool aligned, Store store) {
-  constexpr int kVector = 16 / int(sizeof(T));
-  const int at = piece * kVector;
-  if (aligned && first + at + kVector <= rank) {
-    float values[kVector];
-    widen(load<kVector>(row + first + at), values);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) store(at + j, values[j]);
-  } else {
-    for (int j = 0; j < kVector; ++j) store(at + j, first + at + j < rank ? widen(row[first + at + j]) : 0.0f);
-  }
-}
-
-// scores[a][c] = logit[c] + sum_r predecessor[before_a][r] * hidden[r] * successor[candidate_c][r] of one slot.
-template <class T>
-__global__ void __launch_bounds__(kSide* kSide) fill_lattice(const PathSelectParams p, const Workspace w, bool aligned) {
-  __shared__ __align__(16) LatticeTile tile;
-  release_successor();
-  wait_for_predecessor();
-  constexpr int kPieces = kRanks * int(sizeof(T)) / 16;
-  const int64_t index = blockIdx.x, count = p.top_k;
-  const int first_c = int(blockIdx.y) * kSide, first_a = int(blockIdx.z) * kSide;
-  const int a = int(threadIdx.x) / kSide, c = int(threadIdx.x) % kSide;
-  const bool start = index % p.slots == 0;  // all rows of the first slot start at the anchor
-  const int64_t* ids = p.candidates + index * count;
-  const int64_t anchor = min(max(p.anchors[index / p.slots], int64_t(0)), int64_t(p.codebook_size) - 1);
-  const T* hidden = static_cast<const T*>(p.hidden) + index * p.rank;
-  float sum = 0;
-  for (int first = 0; first < p.rank; first += kRanks) {
-    if (first > 0) __syncthreads();
-    for (int i = int(threadIdx.x); i < kSide * kPieces; i += kSide * kSide) {
-      const int row = i / kPieces, piece = i % kPieces;
-      if (first + piece * 16 / int(sizeof(T)) >= p.rank) continue;
-      const int from_a = min(first_a + row, int(count) - 1), from_c = min(first_c + row, int(count) - 1);
-      const int64_t before = start ? anchor : ids[from_a - count];
-      const T* left = static_cast<const T*>(p.predecessor) + before * p.rank;
-      const T* right = static_cast<const T*>(p.successor) + ids[from_c] * p.rank;
-      load_ranks(right, first, p.rank, piece, aligned, [&](int r, float x) { tile.right[row][r] = x; });
-      load_ranks(left, first, p.rank, piece, aligned, [&](int r, float x) { tile.left[row][r] = x; });
-      load_ranks(hidden, first, p.rank, piece, aligned, [&](int r, float x) { tile.left[row][r] *= x; });
-    }
-    __syncthreads();
-    const int width = min(p.rank - first, kRanks);
-#pragma unroll 4
-    for (int r = 0; r < width; r += 4) {
-      const float4 left = *reinterpret_cast<const float4*>(&tile.left[a][r]);
-      const float4 right = *reinterpret_cast<const float4*>(&tile.right[c][r]);
-      sum = fmaf(left.x, right.x, sum), sum = fmaf(left.y, right.y, sum);
-      sum = fmaf(left.z, right.z, sum), sum = fmaf(left.w, right.w, sum);
-    }
-  }
-  if (first_a + a < count && first_c + c < count)
-    p.scores[(index * count + first_a + a) * count + first_c + c] = w.logits[index * count + first_c + c] + sum;
-}
-
-// What a row of scores leads to, NaN counting as -inf, for a group of kWidth threads (1, or a warp); writes the law of
-// the choice where `probs` is given. Threads take neighbouring candidates.
-template <int kWidth>
-__device__ int choose(const float* row, int count, float temperature, float u, float* probs) {
-  const int rank = int(threadIdx.x) % kWidth, each = (count + kWidth - 1) / kWidth;
-  const int begin = min(rank * each, count), end = min(begin + each, count);
+// Draws from a row of scores, NaN counting as -inf, for a whole warp; writes the law of the choice where `probs` is
+// given. Lanes take neighbouring candidates.
+__device__ __noinline__ int choose(const float* row, int count, float temperature, float u, float* probs) {
+  const int lane = lane_index(), each = (count + 31) / 32, begin = min(lane * each, count);
+  const int end = min(begin + each, count);
   float top = -INFINITY;
   int best = INT32_MAX;
   for (int c = begin; c < end; ++c)
     if (row[c] > top) top = row[c], best = c;
 #pragma unroll
-  for (int step = kWidth / 2; step > 0; step /= 2) {
+  for (int step = 16; step > 0; step /= 2) {
     const float other = __shfl_xor_sync(kAllLanes, top, step);
     const int index = __shfl_xor_sync(kAllLanes, best, step);
     if (other > top || (other == top && index < best)) top = other, best = index;
@@ -126,81 +66,201 @@ __device__ int choose(const float* row, int count, float temperature, float u, f
   };
   double sum = 0;
   for (int c = begin; c < end; ++c) sum += weight(c);
-  double scan = sum, total = sum, before = 0;
-  int winner = 0;
-  if constexpr (kWidth > 1) {
+  double scan = sum;
 #pragma unroll
-    for (int step = 1; step < kWidth; step *= 2) {
-      const double other = __shfl_up_sync(kAllLanes, scan, step);
-      if (rank >= step) scan += other;
-    }
-    total = __shfl_sync(kAllLanes, scan, kWidth - 1);
-    before = __shfl_up_sync(kAllLanes, scan, 1);
-    if (rank == 0) before = 0;
-    const unsigned hits = __ballot_sync(kAllLanes, sum > 0 && before + sum > u * total);
-    const unsigned positive = __ballot_sync(kAllLanes, sum > 0);
-    winner = hits != 0 ? __ffs(int(hits)) - 1 : 31 - __clz(int(positive));
+  for (int step = 1; step < 32; step *= 2) {
+    const double other = __shfl_up_sync(kAllLanes, scan, step);
+    if (lane >= step) scan += other;
   }
+  const double total = __shfl_sync(kAllLanes, scan, 31);
+  double before = __shfl_up_sync(kAllLanes, scan, 1);
+  if (lane == 0) before = 0;
+  const unsigned hits = __ballot_sync(kAllLanes, sum > 0 && before + sum > u * total);
+  const unsigned positive = __ballot_sync(kAllLanes, sum > 0);
+  const int winner = hits != 0 ? __ffs(int(hits)) - 1 : 31 - __clz(int(positive));
   int chosen = begin;
-  if (rank == winner) {
-    for (int c = begin; c < end && before <= u * total; ++c) {
-      const float here = weight(c);
-      before += here;
-      if (here > 0) chosen = c;
-    }
+  for (int c = begin; c < (lane == winner ? end : begin) && before <= u * total; ++c) {
+    const float here = weight(c);
+    before += here;
+    if (here > 0) chosen = c;
   }
-  if constexpr (kWidth > 1) chosen = __shfl_sync(kAllLanes, chosen, winner);
   for (int c = begin; probs != nullptr && c < end; ++c) probs[c] = float(weight(c) / total);
+  return __shfl_sync(kAllLanes, chosen, winner);
+}
+
+// What is drawn in a batch row's slots.
+struct Draws {
+  float temperature;
+  int64_t seed;
+  int32_t start;
+
+  __device__ Draws(const PathSelectParams& p, int64_t b)
+      : temperature(p.temperature != nullptr ? p.temperature[b] : 0.0f), seed(p.seeds[b]), start(p.starts[b]) {}
+  __device__ float u(int slot) const {
+    return temperature > 0 ? uniform(seed, start, Purpose::draft, uint32_t(slot + 1)) : 0.0f;
+  }
+};
+
+// For a whole warp: the choice of one slot from a row of scores.
+__device__ int step(const PathSelectParams& p, const Draws& draws, int64_t index, const float* row) {
+  float* probs = p.probs != nullptr ? p.probs + index * p.top_k : nullptr;
+  const int chosen = choose(row, p.top_k, draws.temperature, draws.u(int(index % p.slots)), probs);
+  if (lane_index() == 0) p.tokens[index] = p.candidates[index * p.top_k + chosen];
   return chosen;
 }
 
-// Draws along one batch row, slot by slot.
-class Walk {
- public:
-  __device__ Walk(const PathSelectParams& p, int64_t b)
-      : p_(p), first_(b * p.slots), temperature_(p.temperature != nullptr ? p.temperature[b] : 0.0f),
-        seed_(p.seeds[b]), start_(p.starts[b]) {}
-
-  // The choice of slot `slot` behind candidate `before`.
-  template <int kWidth>
-  __device__ int next(int slot, int before, bool last) const {
-    const int64_t at = first_ + slot, count = p_.top_k;
-    const float* row = p_.scores + (p_.rank > 0 ? (at * count + before) * count : at * count);
-    const float u = temperature_ > 0 ? uniform(seed_, start_, Purpose::draft, uint32_t(slot + 1)) : 0.0f;
-    const int chosen = choose<kWidth>(row, p_.top_k, temperature_, u, last && p_.probs ? p_.probs + at * count : nullptr);
-    if (last && threadIdx.x % kWidth == 0) p_.tokens[at] = p_.candidates[at * count + chosen];
-    return chosen;
-  }
-
- private:
-  const PathSelectParams& p_;
-  const int64_t first_;
-  const float temperature_;
-  const int64_t seed_;
-  const int32_t start_;
-};
-
-// One block walks through one batch row. Small lattices: the choices of all rows at once, then along them.
-__global__ void __launch_bounds__(kWalkThreads) walk_lattice(const PathSelectParams p, bool small) {
-  extern __shared__ int choices[];  // [slots, top_k], and behind them the candidate before each slot
+// One block chooses the candidates of one slot; without a selector its token as well.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads, 2) choose_candidates(const PathSelectParams p, const Workspace w) {
+  __shared__ CandidateMemory shared;
   release_successor();
   wait_for_predecessor();
-  const Walk walk(p, blockIdx.x);
-  const int thread = int(threadIdx.x), count = p.top_k;
-  if (small) {
-    int* before = choices + p.slots * count;
-    for (int i = thread; i < p.slots * count; i += kWalkThreads)
-      if (i == 0 || i >= count) choices[i] = walk.next<1>(i / count, i % count, false);
-    __syncthreads();
-    if (thread == 0)
-      for (int slot = 0, at = 0; slot < p.slots; ++slot) before[slot] = at, at = choices[slot * count + at];
-    __syncthreads();
-    for (int slot = thread; slot < p.slots; slot += kWalkThreads) walk.next<1>(slot, before[slot], true);
-  } else if (p.rank == 0) {
-    for (int slot = warp_index(); slot < p.slots; slot += num_warps()) walk.next<32>(slot, 0, true);
-  } else if (thread < 32) {
-    for (int slot = 0, at = 0; slot < p.slots; ++slot) at = walk.next<32>(slot, at, true);
+  const int64_t index = blockIdx.x;
+  Candidates<T> candidates(w.rows, index, shared, NAN);
+  Prefix prefix;
+  const int listed = candidates.collect(Target::count(p.top_k), prefix);
+  sort_descending(shared.keys, listed);
+  for (int c = int(threadIdx.x); c < p.top_k; c += int(blockDim.x)) {
+    const uint64_t key = shared.keys[c];
+    p.candidates[index * p.top_k + c] = key_id(key);
+    w.logits[index * p.top_k + c] = key_value(key);
   }
+  if (p.rank > 0) return;
+  __syncthreads();
+  if (warp_index() == 0) step(p, Draws(p, blockIdx.x / unsigned(p.slots)), index, w.logits + index * p.top_k);
+}
+
+// Some ranks of a row from `first` on; what lies behind the last rank is zero.
+template <class T>
+__device__ __forceinline__ void load_ranks(const T* row, int first, int rank, bool aligned,
+                                           float (&x)[16 / sizeof(T)]) {
+  constexpr int kVector = 16 / int(sizeof(T));
+  if (aligned && first + kVector <= rank) return widen(load<kVector>(row + first), x);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) x[j] = first + j < rank ? widen(row[first + j]) : 0.0f;
+}
+
+template <int N>
+__device__ __forceinline__ void store_ranks(float* to, const float (&x)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; j += 4) *reinterpret_cast<float4*>(to + j) = float4{x[j], x[j + 1], x[j + 2], x[j + 3]};
+}
+
+// The choices of the rows of one slot's lattice: kSide neighbouring lanes have a row, each a candidate.
+__device__ __forceinline__ void choose_all(const PathSelectParams& p, const Workspace& w, int64_t index, int a, int c,
+                                           float score) {
+  const int count = p.top_k, half = int(threadIdx.x) % 32 / kSide * kSide;
+  const Draws draws(p, index / p.slots);
+  const float value = c < count ? no_nan(score) : -INFINITY;
+  float top = value;
+#pragma unroll
+  for (int step = kSide / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
+  const auto lowest = [half](bool wanted) {
+    return __ffs(int(__ballot_sync(kAllLanes, wanted) >> half & ((1u << kSide) - 1))) - 1;
+  };
+  int chosen = lowest(value == top && (c < count || top == -INFINITY));
+  float law = c == chosen ? 1.0f : 0.0f;
+  if (draws.temperature > 0) {
+    const float weight = value == top ? 1.0f : expf((value - top) / draws.temperature);
+    double scan = c < count ? weight : 0.0f;
+#pragma unroll
+    for (int step = 1; step < kSide; step *= 2) {
+      const double other = __shfl_up_sync(kAllLanes, scan, step);
+      if (c >= step) scan += other;
+    }
+    const double total = __shfl_sync(kAllLanes, scan, half + kSide - 1), beyond = draws.u(int(index % p.slots)) * total;
+    const int drawn = lowest(weight > 0 && scan > beyond);
+    if (top > -INFINITY) chosen = drawn, law = float(weight / total);
+  }
+  if (a >= count || c >= count) return;
+  if (c == 0) w.choices[index * count + a] = chosen;
+  if (p.probs != nullptr) w.laws[(index * count + a) * count + c] = law;
+}
+
+// Along the choices of one batch row, for a whole block.
+__device__ __forceinline__ void follow_choices(const PathSelectParams& p, const Workspace& w, int64_t b, int* choices) {
+  const int count = p.top_k, size = p.slots * count;
+  const int64_t first = b * p.slots;
+  int* before = choices + size;  // the candidate before each slot
+  for (int i = int(threadIdx.x); i < size; i += int(blockDim.x)) choices[i] = __ldcg(w.choices + first * count + i);
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int slot = 0, at = 0; slot < p.slots; ++slot) before[slot] = at, at = choices[slot * count + at];
+  __syncthreads();
+  for (int i = int(threadIdx.x); i < size; i += int(blockDim.x)) {
+    const int slot = i / count, c = i % count;
+    const int64_t index = first + slot;
+    if (p.probs != nullptr) p.probs[index * count + c] = __ldcg(w.laws + (index * count + before[slot]) * count + c);
+    if (choices[slot * count + before[slot]] == c) p.tokens[index] = p.candidates[index * count + c];
+  }
+}
+
+// scores[a][c] = logit[c] + sum_r predecessor[before_a][r] * hidden[r] * successor[candidate_c][r] of one slot. In a
+// small lattice the choices too, and the last block of a batch row to finish walks along them.
+template <class T>
+__global__ void __launch_bounds__(kSide* kSide) fill_lattice(const PathSelectParams p, const Workspace w, bool aligned,
+                                                             bool small) {
+  __shared__ __align__(16) LatticeTile tile;
+  release_successor();
+  wait_for_predecessor();
+  constexpr int kVector = 16 / int(sizeof(T)), kPieces = kRanks / kVector;
+  const int64_t index = blockIdx.x, b = blockIdx.x / unsigned(p.slots), count = p.top_k;
+  const int first_c = int(blockIdx.y) * kSide, first_a = int(blockIdx.z) * kSide;
+  const int a = int(threadIdx.x) / kSide, c = int(threadIdx.x) % kSide;
+  const bool start = blockIdx.x % unsigned(p.slots) == 0;  // all rows of the first slot start at the anchor
+  const int64_t* ids = p.candidates + index * count;
+  const int64_t anchor = min(max(p.anchors[b], int64_t(0)), int64_t(p.codebook_size) - 1);
+  const T* hidden = static_cast<const T*>(p.hidden) + index * p.rank;
+  const bool inside = first_a + a < count && first_c + c < count;
+  const float logit = inside ? w.logits[index * count + first_c + c] : 0.0f;
+  float sum = 0;
+  for (int first = 0; first < p.rank; first += kRanks) {
+    if (first > 0) __syncthreads();
+    const int pieces = min(kPieces, (p.rank - first + kVector - 1) / kVector);
+    for (int i = int(threadIdx.x); i < kSide * pieces; i += kSide * kSide) {
+      const int row = i / pieces, at = i % pieces * kVector;
+      const int from_a = min(first_a + row, int(count) - 1), from_c = min(first_c + row, int(count) - 1);
+      const int64_t before = start ? anchor : ids[from_a - count];
+      float left[kVector], right[kVector], factor[kVector];
+      load_ranks(static_cast<const T*>(p.successor) + ids[from_c] * p.rank, first + at, p.rank, aligned, right);
+      load_ranks(static_cast<const T*>(p.predecessor) + before * p.rank, first + at, p.rank, aligned, left);
+      load_ranks(hidden, first + at, p.rank, aligned, factor);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) left[j] *= factor[j];
+      store_ranks(&tile.left[row][at], left);
+      store_ranks(&tile.right[row][at], right);
+    }
+    __syncthreads();
+    const int width = min(p.rank - first, kRanks);
+#pragma unroll 4
+    for (int r = 0; r < width; r += 4) {
+      const float4 left = *reinterpret_cast<const float4*>(&tile.left[a][r]);
+      const float4 right = *reinterpret_cast<const float4*>(&tile.right[c][r]);
+      sum = fmaf(left.x, right.x, sum), sum = fmaf(left.y, right.y, sum);
+      sum = fmaf(left.z, right.z, sum), sum = fmaf(left.w, right.w, sum);
+    }
+  }
+  if (inside) p.scores[(index * count + first_a + a) * count + first_c + c] = logit + sum;
+  if (!small) return;
+  choose_all(p, w, index, a, c, logit + sum);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    tile.last = atomicAdd(w.rows.finished + b, 1) == p.slots - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (tile.last) follow_choices(p, w, b, tile.choices);
+}
+
+// One warp walks through one batch row of a lattice that is not small.
+__global__ void __launch_bounds__(32) walk_lattice(const PathSelectParams p) {
+  release_successor();
+  wait_for_predecessor();
+  const int64_t first = int64_t(blockIdx.x) * p.slots, count = p.top_k;
+  const Draws draws(p, blockIdx.x);
+  for (int slot = 0, at = 0; slot < p.slots; ++slot)
+    at = step(p, draws, first + slot, p.scores + ((first + slot) * count + at) * count);
 }
 
 template <class T>
@@ -210,7 +270,7 @@ void fill(const PathSelectParams& p, const Workspace& w, Stream stream) {
     aligned = aligned && reinterpret_cast<uintptr_t>(data) % 16 == 0;
   const unsigned side = unsigned((p.top_k + kSide - 1) / kSide);
   launch("path_select", fill_lattice<T>, dim3(unsigned(w.rows.count), side, side), dim3(kSide * kSide), 0, stream, p, w,
-         aligned);
+         aligned, is_small(p));
 }
 
 template <class T>
@@ -220,11 +280,9 @@ void run(const PathSelectParams& p, Stream stream) {
   scan<T>(w.rows, {}, "path_select", stream);
   const bool few = w.rows.count <= 2 * device_info(stream.device).multiprocessors;
   launch("path_select", choose_candidates<T>, dim3(unsigned(w.rows.count)), dim3(few ? 512 : 256), 0, stream, p, w);
-  if (p.rank > 0) by_dtype(p.selector_dtype, [&](auto type) { fill<decltype(type)>(p, w, stream); });
-  const int choices = p.slots * p.top_k;
-  const bool small = p.rank > 0 && p.top_k <= kSmallRow && choices <= kMaxChoices;
-  launch("path_select", walk_lattice, dim3(unsigned(p.batch)), dim3(kWalkThreads),
-         small ? sizeof(int) * size_t(choices + p.slots) : 0, stream, p, small);
+  if (p.rank == 0) return;
+  by_dtype(p.selector_dtype, [&](auto type) { fill<decltype(type)>(p, w, stream); });
+  if (!is_small(p)) launch("path_select", walk_lattice, dim3(unsigned(p.batch)), dim3(32), 0, stream, p);
 }
 
 }  // namespace

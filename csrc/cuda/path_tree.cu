@@ -60,6 +60,7 @@ class Tree {
 
   // The parent's best untaken child, whose value is `most`, becomes node `slot`.
   __device__ __forceinline__ void take_best(int parent, unsigned most, int slot) {
+    const float log_prob = from_ordered(most);
     int chosen = -1, ties = 0;
     unsigned below = 0;
 #pragma unroll 1
@@ -73,14 +74,7 @@ class Tree {
         chosen = lowest_id(candidates_of(p_.lattice, b_, nodes_.depth[parent]), chosen, c, equal);
     }
     if (ties <= 1) most = __reduce_max_sync(kAllLanes, below);
-    add(parent, chosen, slot, most, from_ordered(child_value(parent, chosen)));
-  }
-
-  // Of candidate `chosen` and those of `equal`, which begin at candidate `first`.
-  __device__ static __noinline__ int lowest_id(const int64_t* ids, int chosen, int first, unsigned equal) {
-    for (; equal != 0; equal &= equal - 1)
-      if (const int c = first + __ffs(int(equal)) - 1; ids[c] < ids[chosen]) chosen = c;
-    return chosen;
+    add(parent, chosen, slot, most, log_prob);
   }
 
   // The next node of the trunk; all slots before it are trunk.
@@ -151,7 +145,7 @@ __global__ void __launch_bounds__(kLatticeThreads) grow_trees(const PathTreePara
   for (int i = int(threadIdx.x); i < kMaxSlots * kWords; i += int(blockDim.x)) nodes.taken[i / kWords][i % kWords] = 0;
   wait_for_predecessor();
   const int64_t b = blockIdx.x;
-  const Edges edges = edges_at(p.lattice, scratch_bytes > 0 ? static_cast<char*>(p.scratch) + b * scratch_bytes : memory);
+  const Edges edges = edges_at(p.lattice, memory, p.scratch, scratch_bytes, b);
   fill_edges(p.lattice, b, edges);
   if (warp_index() != 0) return;
   Tree tree(p, b, edges, nodes);

@@ -50,6 +50,7 @@ struct DraftRow {
   __device__ float at(int64_t id) const {
     if (ids == nullptr) return probs[id];
     float share = 0;
+#pragma unroll 1
     for (int c = lane_index(); c < count; c += 32)
       if (ids[c] == id) share += probs[c];
     return lane_sum(share);
@@ -59,21 +60,26 @@ struct DraftRow {
   __device__ float alone_at(int64_t id) const {
     if (ids == nullptr) return probs[id];
     float share = 0;
+#pragma unroll 1
     for (int c = 0; c < count; ++c)
       if (ids[c] == id) share += probs[c];
     return share;
   }
 
-  // For a whole warp: whether any candidate of a sparse q lies in a tile.
-  __device__ bool touches(int tile) const {
-    bool inside = false;
-    for (int c = lane_index(); c < count; c += 32) inside = inside || (ids[c] >= 0 && ids[c] / kTile == tile);
-    return __any_sync(kAllLanes, inside);
+  // For a whole warp: the tile of candidate c of a sparse q, or -1 where an earlier candidate lies there or c nowhere.
+  __device__ int tile_opened(int c, int vocab_size) const {
+    const auto tile_of = [=](int64_t id) { return id >= 0 && id < vocab_size ? int(id) / kTile : -1; };
+    const int tile = tile_of(ids[c]);
+    bool before = false;
+#pragma unroll 1
+    for (int other = lane_index(); other < c; other += 32) before = before || tile_of(ids[other]) == tile;
+    return __any_sync(kAllLanes, before) ? -1 : tile;
   }
 
   // For a whole warp: visit(id) of every candidate of a sparse q in a tile, once.
   template <class Visit>
   __device__ void each_in(int tile, int vocab_size, Visit visit) const {
+#pragma unroll 1
     for (int base = 0; base < count; base += 32) {
       const int c = base + lane_index();
       const int64_t id = c < count ? ids[c] : -1;
@@ -82,6 +88,7 @@ struct DraftRow {
         const int source = __ffs(int(inside)) - 1;
         const int64_t one = __shfl_sync(kAllLanes, id, source);
         bool before = false;
+#pragma unroll 1
         for (int other = lane_index(); other < base + source; other += 32) before = before || ids[other] == one;
         if (!__any_sync(kAllLanes, before)) visit(int(one));
       }
@@ -103,9 +110,9 @@ __device__ int depth_of(const RejectSampleParams& p, int64_t b, int slot) {
 
 // The token that a row draws, or whether it accepts the draft whose q is given.
 template <class T>
-__device__ __forceinline__ int settle(const RejectSampleParams& p, const Workspace& w, int64_t index, Memory& shared) {
-  const int64_t b = index / p.slots;
-  const int slot = int(index % p.slots);
+__device__ __forceinline__ int settle(const RejectSampleParams& p, const Workspace& w, int64_t b, int slot,
+                                      Memory& shared) {
+  const int64_t index = b * p.slots + slot;
   const float temperature = p.temperature[b];
   RowLaw<T> law(w.rows, index, shared.candidates);
   if (!(temperature > 0)) return law.argmax();
@@ -127,8 +134,8 @@ __device__ __forceinline__ int settle(const RejectSampleParams& p, const Workspa
 
 // A draw from max(p - q, 0) of a row, in units of weight; from p itself where nothing is left of it.
 template <class T>
-__device__ __noinline__ int draw_residual(const RejectSampleParams& p, const Workspace& w, int64_t b, int slot, int depth,
-                             Memory& shared) {
+__device__ __noinline__ int draw_residual(const RejectSampleParams& p, const Workspace& w, int64_t b, int slot,
+                                          int depth, Memory& shared) {
   const int64_t index = b * p.slots + slot;
   const Settled* from = w.settled + index;
   const Law found{__ldcg(&from->top), rate_of(p.temperature[b]), __ldcg(&from->floor),
@@ -137,22 +144,30 @@ __device__ __noinline__ int draw_residual(const RejectSampleParams& p, const Wor
   RowLaw<T> law(w.rows, index, shared.candidates, found);
   const DraftRow q(p, b, slot);
   const auto taken = [total](float share) { return share > 0 ? float(share * total) : 0.0f; };  // NaN takes nothing
-  const auto wanted = [&](int tile) { return law.mass(tile) > 0 && (q.ids == nullptr || q.touches(tile)); };
-  law.each_tile(wanted, [&](int tile, float (&weights)[Tile<T>::kValues]) {
-    const auto id_at = [=](int k) { return tile * kTile + Tile<T>::at(k); };
-    if (q.ids == nullptr) {
+  if (q.ids == nullptr) {
+#pragma unroll 1
+    for (int tile = warp_index(); tile < w.rows.tiles; tile += num_warps())
+      law.measure(tile, [&](float (&weights)[Tile<T>::kValues]) {
 #pragma unroll
-      for (int k = 0; k < Tile<T>::kValues; ++k)
-        if (weights[k] > 0) weights[k] = fmaxf(weights[k] - taken(q.probs[id_at(k)]), 0.0f);
-      return;
+        for (int k = 0; k < Tile<T>::kValues; ++k)
+          if (weights[k] > 0) weights[k] = fmaxf(weights[k] - taken(q.probs[tile * kTile + Tile<T>::at(k)]), 0.0f);
+      });
+  } else {  // a tile without candidates keeps its mass
+#pragma unroll 1
+    for (int c = warp_index(); c < q.count; c += num_warps()) {
+      const int tile = q.tile_opened(c, p.vocab_size);
+      if (tile < 0) continue;
+      law.measure(tile, [&](float (&weights)[Tile<T>::kValues]) {
+        q.each_in(tile, p.vocab_size, [&](int id) {
+          const float less = taken(q.at(id));
+#pragma unroll
+          for (int k = 0; k < Tile<T>::kValues; ++k)
+            if (tile * kTile + Tile<T>::at(k) == id) weights[k] = fmaxf(weights[k] - less, 0.0f);
+        });
+      });
     }
-    q.each_in(tile, p.vocab_size, [&](int id) {
-      const float less = taken(q.at(id));
-#pragma unroll
-      for (int k = 0; k < Tile<T>::kValues; ++k)
-        if (id_at(k) == id) weights[k] = fmaxf(weights[k] - less, 0.0f);
-    });
-  });
+  }
+  __syncthreads();
   const float u = uniform(p.seeds[b], p.starts[b] + depth + 1, Purpose::residual);
   const Drawn drawn = law.locate(u, true, [&](int id) { return taken(q.alone_at(id)); });
   if (drawn.total > 0) return drawn.id;
@@ -165,6 +180,7 @@ __device__ int child_of(const RejectSampleParams& p, int64_t b, int slot, int fi
   const int64_t* tokens = p.tokens + b * p.slots;
   const int32_t* parents = p.parents == nullptr ? nullptr : p.parents + b * p.slots;
   const int end = parents == nullptr ? min(slot + 2, p.slots) : p.slots;
+#pragma unroll 1
   for (int base = first; base < end; base += 32) {
     const int i = base + lane_index();
     const bool child = i < end && tokens[i] == token && (parents == nullptr || parents[i] == slot);
@@ -220,6 +236,7 @@ __device__ void descend(const RejectSampleParams& p, const Workspace& w, int64_t
 template <class T>
 __device__ void walk(const RejectSampleParams& p, const Workspace& w, int64_t b, Memory& shared) {
   int* staged = reinterpret_cast<int*>(shared.candidates.keys);
+#pragma unroll 1
   for (int i = int(threadIdx.x); i < p.slots; i += int(blockDim.x)) {
     if (i < kStaged) staged[i] = __ldcg(w.verdicts + b * p.slots + i);
     p.index[b * p.slots + i] = i == 0 ? 0 : -1;
@@ -242,11 +259,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) settle_rows(const RejectSample
   __shared__ Memory shared;
   release_successor();
   wait_for_predecessor();
-  const int64_t index = blockIdx.x, b = index / p.slots;
-  const int verdict = settle<T>(p, w, index, shared);
+  const unsigned b = blockIdx.x / unsigned(p.slots);
+  const int verdict = settle<T>(p, w, b, int(blockIdx.x - b * unsigned(p.slots)), shared);
   __syncthreads();
   if (threadIdx.x == 0) {
-    w.verdicts[index] = verdict;
+    w.verdicts[blockIdx.x] = verdict;
     __threadfence();
     shared.last = atomicAdd(w.rows.finished + b, 1) == p.slots - 1;
     __threadfence();

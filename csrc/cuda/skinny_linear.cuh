@@ -9,7 +9,7 @@
 namespace pydflash::cuda {
 
 constexpr int kColumns = 64;  // of a piece of a tile in shared memory: rows of 128 bytes, swizzled in groups of 8
-constexpr int kMostRanks = 4;
+constexpr int kMostStages = 16;
 #ifdef SK_TRACE
 #define MARK(n) do { if (a.trace) { unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); a.trace[blockIdx.x * 8 + (n)] = t; } } while (0)
 #else
@@ -19,28 +19,26 @@ constexpr int kMostRanks = 4;
 struct SkinnyArguments {
   CUtensorMap x_map, weight_maps[3];  // used from Hopper on
   SkinnyLinearParams p;
-  int tiles, half, chunks, ranks;  // chunks of columns a tile; blocks a cluster
+  int tiles, half, chunks;  // chunks of columns a tile
+  int ranks, rank_shift, rank_parts;  // blocks a cluster, its logarithm, and the parts of a sum that each finishes
+  int stages, piece_bytes, stage_bytes, rank_bytes;
+  bool paired;  // two neighbours of a row of out are one aligned word
   int knob_prefetch, knob_late, knob_evict;
   unsigned long long* trace;
 };
 
 // kRowWarps x kDepthWarps warps multiply, each kRowTiles x 16 rows and its share of the columns; one more loads.
-template <class T, int kTokens_, int kRowTiles_, int kRowWarps_, int kDepthWarps_, int kPieces_, int kStages_>
+template <class T, int kTokens_, int kRowTiles_, int kRowWarps_, int kDepthWarps_, int kPieces_>
 struct SkinnyShape {
   using Type = T;
-  static constexpr int kTokens = kTokens_, kRowTiles = kRowTiles_, kRowWarps = kRowWarps_;
   static constexpr bool kGroup = kDepthWarps_ == 0;  // a warpgroup multiplies
-  static constexpr int kDepthWarps = kGroup ? 1 : kDepthWarps_, kPieces = kPieces_, kStages = kStages_;
+  static constexpr int kTokens = kTokens_, kRowTiles = kRowTiles_, kRowWarps = kRowWarps_;
+  static constexpr int kDepthWarps = kGroup ? 1 : kDepthWarps_, kPieces = kPieces_;
   static constexpr int kTileRows = 16 * kRowTiles * kRowWarps;  // at most; tiles may be lower
   static constexpr int kWarps = kRowWarps * kDepthWarps, kThreads = 32 * (kWarps + 1);
   static constexpr int kNarrow = kTokens / 8, kParts = kRowTiles * kNarrow;  // float4 a thread holds of the sum
-  static constexpr int kPieceBytes = 128 * (kTileRows + kTokens), kStageBytes = kPieces * kPieceBytes;
-  // Sums on their way from other warps, or from other ranks: a rank gets every kMostRanks-th part of each.
   static constexpr int kDepthBytes = (kDepthWarps - 1) * kRowWarps * kParts * 512;
-  static constexpr int kRankParts = (kParts + 1) / 2 > 3 * ((kParts + 3) / 4) ? (kParts + 1) / 2 : 3 * ((kParts + 3) / 4);
-  static constexpr int kRankBytes = kRowWarps * (kGroup && kNarrow < 4 ? 3 * kRowTiles : kRankParts) * 512;
-  static constexpr int kBarriers = 2 * kStages + 2 * kRowWarps;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kDepthBytes + kRankBytes + kBarriers * 8;
+  static constexpr int kBarriers = 2 * kMostStages + 2 * kRowWarps;
 };
 
 namespace skinny {
@@ -68,14 +66,15 @@ struct Share {
 // Where the barriers and buffers of a block are in shared memory.
 template <class S>
 struct Shared {
+  const SkinnyArguments& a;
   uint32_t base;
-  __device__ uint32_t stage(int i) const { return base + i * S::kStageBytes; }
-  __device__ uint32_t from_depths() const { return stage(S::kStages); }
+  __device__ uint32_t stage(int i) const { return base + i * a.stage_bytes; }
+  __device__ uint32_t from_depths() const { return stage(a.stages); }
   __device__ uint32_t from_ranks() const { return from_depths() + S::kDepthBytes; }
-  __device__ uint32_t full(int i) const { return from_ranks() + S::kRankBytes + 8 * i; }
-  __device__ uint32_t empty(int i) const { return full(S::kStages + i); }
-  __device__ uint32_t sums_here(int warp) const { return full(2 * S::kStages + warp); }
-  __device__ uint32_t sums_taken(int warp) const { return full(2 * S::kStages + S::kRowWarps + warp); }
+  __device__ uint32_t full(int i) const { return from_ranks() + S::kRowWarps * a.rank_bytes + 8 * i; }
+  __device__ uint32_t empty(int i) const { return full(kMostStages + i); }
+  __device__ uint32_t sums_here(int warp) const { return full(2 * kMostStages + warp); }
+  __device__ uint32_t sums_taken(int warp) const { return full(2 * kMostStages + S::kRowWarps + warp); }
 };
 
 // The loading warp.
@@ -104,7 +103,7 @@ struct Loader {
       const CUtensorMap* map = &a.weight_maps[rows[half].weight];
 #pragma unroll
       for (int piece = 0; piece < S::kPieces; ++piece)
-        copy_box(shared.stage(stage) + piece * S::kPieceBytes + half * a.half * 128, map, column + piece * kColumns,
+        copy_box(shared.stage(stage) + piece * a.piece_bytes + half * a.half * 128, map, column + piece * kColumns,
                  rows[half].first, barrier, weight_policy);
     }
   }
@@ -112,7 +111,7 @@ struct Loader {
   __device__ void x(int stage, int column) {
 #pragma unroll
     for (int piece = 0; piece < S::kPieces; ++piece)
-      copy_box(shared.stage(stage) + piece * S::kPieceBytes + S::kTileRows * 128, &a.x_map, column + piece * kColumns,
+      copy_box(shared.stage(stage) + piece * a.piece_bytes + 2 * a.half * 128, &a.x_map, column + piece * kColumns,
                0, shared.full(stage), x_policy);
   }
 #else
@@ -133,7 +132,7 @@ struct Loader {
   __device__ void weights(int stage, int column) {
     for (int half = 0; half < 2; ++half) {
       for (int piece = 0; piece < S::kPieces; ++piece)
-        copy_rows(shared.stage(stage) + piece * S::kPieceBytes + half * a.half * 128, a.p.weights[rows[half].weight],
+        copy_rows(shared.stage(stage) + piece * a.piece_bytes + half * a.half * 128, a.p.weights[rows[half].weight],
                   rows[half].first, a.half, a.p.out_features[rows[half].weight], a.p.in_features,
                   column + piece * kColumns);
     }
@@ -141,7 +140,7 @@ struct Loader {
 
   __device__ void x(int stage, int column) {
     for (int piece = 0; piece < S::kPieces; ++piece)
-      copy_rows(shared.stage(stage) + piece * S::kPieceBytes + S::kTileRows * 128, a.p.x, 0, S::kTokens, a.p.rows,
+      copy_rows(shared.stage(stage) + piece * a.piece_bytes + 2 * a.half * 128, a.p.x, 0, S::kTokens, a.p.rows,
                 a.p.x_stride, column + piece * kColumns);
     barrier_arrive_after_copies(shared.full(stage));
   }
@@ -151,10 +150,10 @@ struct Loader {
   __device__ void run(const Share& share) {
     constexpr int kStep = S::kPieces * kColumns;
     const int width = share.end - share.begin, count = share.tiles * width;
-    const int early = count < S::kStages ? count : S::kStages;
+    const int early = count < a.stages ? count : a.stages;
     for (int i = 0, stage = 0, parity = 1, tile = share.first, chunk = share.begin; i < count; ++i) {
       if (chunk == share.begin) rows[0] = rows_of(a, tile, 0), rows[1] = rows_of(a, tile, 1);
-      if (i >= S::kStages) barrier_wait(shared.empty(stage), parity);
+      if (i >= a.stages) barrier_wait(shared.empty(stage), parity);
       weights(stage, chunk * kStep);
       if (i >= early) x(stage, chunk * kStep);
       if (i + 1 == early) {
@@ -165,11 +164,11 @@ struct Loader {
           if (++at == share.end) at = share.begin;
         }
       }
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
+      if (a.knob_late && i + a.knob_late == count) release_successor();
+      if (++stage == a.stages) stage = 0, parity ^= 1;
       if (++chunk == share.end) chunk = share.begin, tile += share.step;
     }
     MARK(3);
-    if (a.knob_late) release_successor();
   }
 };
 
@@ -208,7 +207,7 @@ struct Multiplier {
       group_fence();
 #pragma unroll
       for (int piece = 0; piece < S::kPieces; ++piece) {
-        const uint64_t w = descriptor(base + piece * S::kPieceBytes), x = descriptor(base + piece * S::kPieceBytes + S::kTileRows * 128);
+        const uint64_t w = descriptor(base + piece * a.piece_bytes), x = descriptor(base + piece * a.piece_bytes + 2 * a.half * 128);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -221,11 +220,11 @@ struct Multiplier {
     const int row = lane % 8;
     uint32_t rows[S::kRowTiles];
 #pragma unroll
-    for (int t = 0; t < S::kRowTiles; ++t) rows[t] = (tile_row(t, lane / 8 % 2) + row) * 128;
+    for (int t = 0; t < S::kRowTiles; ++t) rows[t] = (tile_row(inside(t) ? t : 0, lane / 8 % 2) + row) * 128;
 #pragma unroll
     for (int pair = 0; pair < 2 * S::kPieces; pair += S::kDepthWarps) {
       const int at = pair + (S::kDepthWarps > 1 ? depth_warp : 0);
-      const uint32_t piece = base + at / 2 * S::kPieceBytes;
+      const uint32_t piece = base + at / 2 * a.piece_bytes;
       const int column = at % 2 * 4;  // in units of 16 bytes
       uint32_t w[2][S::kRowTiles][4];
 #pragma unroll
@@ -234,7 +233,7 @@ struct Multiplier {
         for (int t = 0; t < S::kRowTiles; ++t)
           load_matrices(w[step][t], piece + rows[t] + ((column + 2 * step + lane / 16) ^ row) * 16);
       }
-      const uint32_t tokens = piece + S::kTileRows * 128;
+      const uint32_t tokens = piece + 2 * a.half * 128;
       if (S::kTokens == 8) {
         uint32_t x[4];
         load_matrices(x, tokens + row * 128 + ((column + lane / 8) ^ row) * 16);
@@ -290,23 +289,22 @@ struct Multiplier {
     return depth_warp == 0;
   }
 
-  // Whether this rank finishes part i.
-  __device__ int owner_of(int i) const { return (S::kGroup ? i % S::kNarrow : i) % a.ranks; }
-  __device__ int place_of(int i) const { return S::kGroup ? i % S::kNarrow / a.ranks * S::kRowTiles + i / S::kNarrow : i / a.ranks; }
+  // A rank finishes every a.ranks-th column of parts; place: of part i among those.
+  __device__ int owner_of(int i) const { return i % S::kNarrow & (a.ranks - 1); }
+  __device__ int place_of(int i) const { return (i % S::kNarrow >> a.rank_shift) * S::kRowTiles + i / S::kNarrow; }
   __device__ bool owns(int i) const { return owner_of(i) == rank; }
 
   // Sends every part to the rank that owns it and adds up the own ones, in the order of the ranks.
   __device__ void add_ranks(int turn) {
 #if __CUDA_ARCH__ >= 900
     if (a.ranks == 1) return;
-    const int each = S::kGroup ? (S::kNarrow + a.ranks - 1) / a.ranks * S::kRowTiles : (S::kParts + a.ranks - 1) / a.ranks;  // parts of one rank
-    const uint32_t here = shared.from_ranks() + row_warp * (S::kRankBytes / S::kRowWarps) + lane * 16;
+    const uint32_t here = shared.from_ranks() + row_warp * a.rank_bytes + lane * 16;
     if (turn > 0) barrier_wait_for_ranks(shared.sums_taken(row_warp), (turn - 1) & 1);
 #pragma unroll
     for (int i = 0; i < S::kParts; ++i) {
       const int owner = owner_of(i);
       if (owner == rank) continue;
-      const int place = (rank < owner ? rank : rank - 1) * each + place_of(i);
+      const int place = (rank < owner ? rank : rank - 1) * a.rank_parts + place_of(i);
       store_to_rank(in_rank(here + place * 512, owner), sum[i]);
     }
     __syncwarp();
@@ -317,20 +315,17 @@ struct Multiplier {
     for (int i = 0; i < S::kParts; ++i) {
       if (!owns(i)) continue;
       const float4 own = sum[i];
-      float4 total{0, 0, 0, 0};
-      for (int r = 0; r < a.ranks; ++r) {
-        const int place = (r < rank ? r : r - 1) * each + place_of(i);
-        add(total, r == rank ? own : read(sums + place * 512));
+      sum[i] = {0, 0, 0, 0};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        if (r >= a.ranks) continue;
+        const int place = (r < rank ? r : r - 1) * a.rank_parts + place_of(i);
+        add(sum[i], r == rank ? own : read(sums + place * 512));
       }
-      sum[i] = total;
     }
     __syncwarp();
     if (lane < a.ranks && lane != rank) barrier_arrive_in_rank(in_rank(shared.sums_taken(row_warp), lane));
 #endif
-  }
-
-  __device__ static float biased(const void* bias, int at, int limit) {
-    return bias && at < limit ? to_float(static_cast<const T*>(bias)[at]) : 0.0f;
   }
 
   // silu(gate) * factor of two tokens, rounded as three modules would.
@@ -341,59 +336,78 @@ struct Multiplier {
     return pack<T>(gate0 * factor0, gate1 * factor1);
   }
 
-  // An 8 x 8 matrix of results, rows of the weight by tokens, to out: two neighbours of one token a lane.
-  __device__ void store_matrix(uint32_t matrix, int token, int row, int limit, int column, bool paired) const {
-    matrix = transposed(matrix);
-    const int inside = limit - row - lane % 4 * 2;
-    token += lane / 4;
-    if (token >= a.p.rows || inside <= 0) return;
-    uint16_t* out = static_cast<uint16_t*>(a.p.out) + token * a.p.out_stride + column + row + lane % 4 * 2;
-    if (paired) {
-      *reinterpret_cast<uint32_t*>(out) = matrix;
-    } else {
-      out[0] = uint16_t(matrix);
-      if (inside > 1) out[1] = uint16_t(matrix >> 16);
-    }
-  }
+  // Where the results of 8 rows of a tile go: out's columns from `column` on, `left` of them.
+  struct Target {
+    int column, left;
+  };
+  Target target[S::kRowTiles][2];
 
-  __device__ void store_tile(int tile) {
+  __device__ void find_targets(int tile) {
     const SkinnyLinearParams& p = a.p;
-    bool paired = reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_stride % 2 == 0;
-    for (int i = 0; i < p.num_weights; ++i) paired = paired && p.out_features[i] % 2 == 0;
 #pragma unroll
     for (int t = 0; t < S::kRowTiles; ++t) {
-      if (!inside(t)) continue;
-      Rows rows[2];
-      int column[2], limit[2];
-      float bias[2];
 #pragma unroll
       for (int high = 0; high < 2; ++high) {
         const int at = tile_row(t, high), half = at >= a.half;
-        rows[high] = rows_of(a, tile, half);
-        if (S::kGroup && at >= (a.p.gated ? (t + 1) * a.half : 2 * a.half)) rows[high].first = 1 << 30;
-        rows[high].first += at - half * a.half;
-        const int weight = rows[high].weight;
-        column[high] = weight > 1 ? p.out_features[0] + p.out_features[1] : weight > 0 ? p.out_features[0] : 0;
-        limit[high] = p.out_features[weight];
-        bias[high] = biased(p.biases[weight], rows[high].first + lane / 4, limit[high]);
+        const Rows rows = rows_of(a, tile, half);
+        const int row = rows.first + at - half * a.half;
+        const int before = p.gated || rows.weight == 0 ? 0 : p.out_features[0] + (rows.weight > 1 ? p.out_features[1] : 0);
+        const bool none = S::kGroup ? at >= (p.gated ? (t + 1) * a.half : 2 * a.half) : !inside(t);
+        target[t][high] = {before + row, none ? 0 : p.out_features[rows.weight] - row};
       }
+    }
+  }
+
+  // The bias of this lane's row.
+  __device__ float bias_of(int t, int high) const {
+    const Target& to = target[t][high];
+    if (lane / 4 >= to.left) return 0;
+    int weight = 0, at = to.column + lane / 4;
+    if (a.p.gated) weight = S::kGroup ? t : high;
+    else while (at >= a.p.out_features[weight]) at -= a.p.out_features[weight++];
+    return a.p.biases[weight] ? to_float(static_cast<const T*>(a.p.biases[weight])[at]) : 0.0f;
+  }
+
+  // An 8 x 8 matrix of results, rows of the weight by tokens, to out: two neighbours of one token a lane.
+  __device__ void store_matrix(uint32_t matrix, int n, uint16_t* out, const Target& to) const {
+    matrix = transposed(matrix);
+    const int left = to.left - lane % 4 * 2;
+    if (n * 8 + lane / 4 >= a.p.rows || left <= 0) return;
+    out += to.column + n * 8 * a.p.out_stride;
+    if (a.paired) {
+      *reinterpret_cast<uint32_t*>(out) = matrix;
+    } else {
+      out[0] = uint16_t(matrix);
+      if (left > 1) out[1] = uint16_t(matrix >> 16);
+    }
+  }
+
+  __device__ void store_tile() {
+    const bool biased = a.p.biases[0] || a.p.biases[1] || a.p.biases[2];
+    uint16_t* out = static_cast<uint16_t*>(a.p.out) + lane / 4 * a.p.out_stride + lane % 4 * 2;
+#pragma unroll
+    for (int t = 0; t < S::kRowTiles; ++t) {
+      if (biased) {
+        const float low = bias_of(t, 0), high = bias_of(t, 1);
+#pragma unroll
+        for (int n = 0; n < S::kNarrow; ++n) add(sum[t * S::kNarrow + n], {low, low, high, high});
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < S::kRowTiles; ++t) {
 #pragma unroll
       for (int n = 0; n < S::kNarrow; ++n) {
-        if (!owns(t * S::kNarrow + n)) continue;
-        float4 y = sum[t * S::kNarrow + n];
-        y.x += bias[0], y.y += bias[0], y.z += bias[1], y.w += bias[1];
-        if (S::kGroup && p.gated) {
-          if (t > 0) continue;
-          float4 up = sum[S::kNarrow + n];
-          const float b0 = biased(p.biases[1], rows[0].first + lane / 4, limit[0]), b1 = biased(p.biases[1], rows[1].first + lane / 4, limit[1]);
-          up.x += b0, up.y += b0, up.z += b1, up.w += b1;
-          store_matrix(gated(y.x, y.y, up.x, up.y), n * 8, rows[0].first, limit[0], 0, paired);
-          store_matrix(gated(y.z, y.w, up.z, up.w), n * 8, rows[1].first, limit[1], 0, paired);
-        } else if (p.gated) {
-          store_matrix(gated(y.x, y.y, y.z, y.w), n * 8, rows[0].first, limit[0], 0, paired);
-        } else {
-          store_matrix(pack<T>(y.x, y.y), n * 8, rows[0].first, limit[0], column[0], paired);
-          store_matrix(pack<T>(y.z, y.w), n * 8, rows[1].first, limit[1], column[1], paired);
+        if (!owns(n)) continue;
+        const float4 y = sum[t * S::kNarrow + n];
+        if (!a.p.gated) {
+          store_matrix(pack<T>(y.x, y.y), n, out, target[t][0]);
+          store_matrix(pack<T>(y.z, y.w), n, out, target[t][1]);
+        } else if (!S::kGroup) {
+          store_matrix(gated(y.x, y.y, y.z, y.w), n, out, target[t][0]);
+        } else if (t == 0) {
+          const float4 up = sum[S::kNarrow + n];
+          store_matrix(gated(y.x, y.y, up.x, up.y), n, out, target[0][0]);
+          store_matrix(gated(y.z, y.w, up.z, up.w), n, out, target[0][1]);
         }
       }
     }
@@ -404,19 +418,20 @@ struct Multiplier {
     const bool works = inside(0);
     for (int turn = 0, tile = share.first; turn < share.tiles; ++turn, tile += share.step) {
       clear();
+      find_targets(tile);
       for (int chunk = share.begin; chunk < share.end; ++chunk) {
         barrier_wait(shared.full(stage), parity);
         if (turn == 0 && chunk == share.begin && lane == 0 && row_warp + depth_warp == 0) MARK(2);
         if (works) multiply_stage(shared.stage(stage));
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.empty(stage));
-        if (++stage == S::kStages) stage = 0, parity ^= 1;
+        if (++stage == a.stages) stage = 0, parity ^= 1;
       }
       if (!add_depths() || !works) continue;
       if (turn == share.tiles - 1 && lane == 0 && row_warp == 0) MARK(4);
       add_ranks(turn);
       if (turn == share.tiles - 1 && lane == 0 && row_warp == 0) MARK(5);
-      store_tile(tile);
+      store_tile();
       if (turn == share.tiles - 1 && lane == 0 && row_warp == 0) MARK(6);
     }
   }
@@ -429,10 +444,10 @@ __global__ void __launch_bounds__(S::kThreads, 2) skinny_linear_kernel(const __g
   extern __shared__ __align__(1024) uint8_t memory[];
   if (threadIdx.x == 0) MARK(0);
   if (!a.knob_late) release_successor();
-  const skinny::Shared<S> shared{shared_address(memory)};
+  const skinny::Shared<S> shared{a, shared_address(memory)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % a.ranks;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
+    for (int i = 0; i < a.stages; ++i) {
       barrier_init(shared.full(i), skinny::Loader<S>::kArrivals);
       barrier_init(shared.empty(i), S::kWarps);
     }
@@ -461,16 +476,16 @@ __global__ void __launch_bounds__(S::kThreads, 2) skinny_linear_kernel(const __g
 #endif
   } else {
 #if __CUDA_ARCH__ >= 900
-    const int width = share.end - share.begin;
-    if (a.knob_prefetch)
-      for (int i = S::kStages; i < S::kStages + a.knob_prefetch && i < width * share.tiles; ++i)
-        for (int r = threadIdx.x; r < 2 * a.half * S::kPieces; r += S::kWarps * 32) {
-          const int half = r >= a.half * S::kPieces, at = r - half * a.half * S::kPieces;
-          const skinny::Rows rows = skinny::rows_of(a, share.first + i / width * share.step, half);
-          const int row = rows.first + at / S::kPieces, column = ((share.begin + i % width) * S::kPieces + at % S::kPieces) * kColumns;
-          if (row < a.p.out_features[rows.weight] && column < a.p.in_features)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint16_t*>(a.p.weights[rows.weight]) + int64_t(row) * a.p.in_features + column));
-        }
+    if (a.knob_prefetch) {
+      const int first = (share.begin + a.stages) * S::kPieces * kColumns, last = min(a.p.in_features, min(first + a.knob_prefetch * S::kPieces * kColumns, share.end * S::kPieces * kColumns));
+      for (int r = threadIdx.x; r < 2 * a.half; r += S::kWarps * 32) {
+        const skinny::Rows rows = skinny::rows_of(a, share.first, r >= a.half);
+        const int row = rows.first + (r >= a.half ? r - a.half : r);
+        const uint16_t* from = static_cast<const uint16_t*>(a.p.weights[rows.weight]) + int64_t(row) * a.p.in_features;
+        if (row < a.p.out_features[rows.weight])
+          for (int c = first; c < last; c += kColumns) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + c));
+      }
+    }
 #endif
     wait_for_predecessor();
 #if __CUDA_ARCH__ >= 900

@@ -1,0 +1,90 @@
+"""Which families the fast target runs and how, which it refuses, and settings that make a difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from tiny_models import SLIDING_MIX, TINY, _family
+
+# Families whose layers are of the common form; families that run in their own layers, and what these have otherwise.
+FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite"}
+OWN = {
+    "qwen3_moe": "attention and MLP of the usual projections, got experts",
+    "mixtral": "fused ones need",
+    "gemma3": "layers of input_layernorm, mlp, post_attention_layernorm, self_attn, got input_layernorm",
+    "gemma3_nested": "layers of input_layernorm",
+    "olmo2": "layers of input_layernorm",
+    "glm4": "layers of input_layernorm",
+    "cohere": "layers of input_layernorm",
+    "cohere2": "layers of input_layernorm",
+    "gpt_neox": "a final norm and a rotary_emb beside the layers",
+    "gpt2": "a final norm and a rotary_emb beside the layers",
+    "opt": "a final norm and a rotary_emb beside the layers",
+    "stablelm": "RMSNorm, got LayerNorm",
+    "starcoder2": "attention and MLP of the usual projections, got c_fc",
+    "smollm3": "rotary positions in every layer",
+}
+CAPS = "attention that positions and windows describe fully, got ValueError: attention must be without soft caps"
+REFUSED = {
+    "gemma2": CAPS,
+    "gpt_oss": CAPS,
+    "deepseek_v3": "keys and values of one shape in all layers",
+    "llama4": "attention that does not depend on the place in the block",
+    "gemma4": "",
+    "qwen3_next": "attention layers only, got stateful",
+    "qwen3_5": "attention layers only, got stateful",
+    "lfm2": "attention layers only, got stateful",
+    "mamba2": "attention layers only, got stateful",
+    "bamba": "attention layers only, got stateful",
+    "falcon_h1": "attention layers only, got stateful",
+}
+OLDER = ("qwen3_next", "qwen3_5", "lfm2", "mamba2", "bamba", "falcon_h1")  # without exact state in older transformers
+if int(transformers.__version__.partition(".")[0]) < 5:  # attention of its own
+    REFUSED |= {"stablelm": "attention that positions and windows describe fully, got logits off by"}
+EITHER = ("qwen2_5_vl",)  # older rotary tables have three axes
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = ROPE | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32}
+WINDOWED = {"use_sliding_window": True, "max_window_layers": 2}
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "bias": (TINY["llama"], {"attention_bias": True, "mlp_bias": True}, "fused"),
+    "partial rotary": (TINY["phi3"], {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "fused"),
+    "wide heads": (TINY["llama"], {"head_dim": 32}, "fused"),
+    "odd heads": (TINY["qwen3"], {"head_dim": 24, "num_key_value_heads": 1}, "fused"),
+    "yarn": (TINY["llama"], {"rope_parameters": YARN}, "fused"),
+    "llama3": (TINY["llama"], {"rope_parameters": SCALED}, "fused"),
+    "some windows": (TINY["qwen2"], WINDOWED | {"sliding_window": 8}, "fused"),
+    "windows longer than the trial": (TINY["qwen3"], WINDOWED | {"sliding_window": 30}, "fused"),
+    "all windows longer than the trial": (TINY["mistral"], {"sliding_window": 30}, "fused"),
+    "a window of one": (TINY["mistral"], {"sliding_window": 1}, "fused"),
+    "own windows longer than the trial": (TINY["gemma3"], {"sliding_window": 30}, "own"),
+    "attention factor": (TINY["granite"], {"attention_multiplier": 0.3}, "fused"),
+    "residual factor": (TINY["granite"], {"residual_multiplier": 1.03}, "a plain sum after attention in layer 0"),
+    "embedding factor": (TINY["granite"], {"embedding_multiplier": 1.03}, "a plain norm before attention in layer 0"),
+    "logits factor": (TINY["granite"], {"logits_scaling": 1.03}, "plain logits"),
+    "logits factor of another": (TINY["cohere"], {"logit_scale": 1.03}, "layers of input_layernorm"),
+    "window unknown to attention": (TINY["llama"], {"sliding_window": 30}, "a sliding window (30) that its attention"),
+    "dynamic": (TINY["llama"], {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}, "does not change"),
+    "longrope": (
+        TINY["phi3"],
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": ROPE
+            | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 16.0}
+            | {"original_max_position_embeddings": 32},
+        },
+        "RoPE that does not change with the length",
+    ),
+    "small heads": (TINY["llama"], {"head_dim": 4}, "a head size that is a multiple of 8 up to 256, got 4"),
+    "short context": (TINY["llama"], {"max_position_embeddings": 12}, "a context of at least 13 positions, got 12"),
+    "mixed windows": (_family("Ministral", sliding_window=8), {"layer_types": SLIDING_MIX}, "fused"),
+    "output bias": (_family("SeedOss"), {"attention_bias": True, "attention_out_bias": True}, "fused"),
+    "queries scaled far out": (
+        _family("Ministral3"),
+        {"rope_parameters": ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+        "plain queries in layer 0",
+    ),
+}
+UNFIT = ("window unknown to attention", "dynamic", "longrope", "small heads", "short context")  # refused
