@@ -22,8 +22,12 @@ _LOCK = threading.Lock()  # around looking for one
 
 
 def bucket(positions: int) -> int:
-    """A capacity of at least `positions` and at most a quarter more, so that requests of like length share buffers."""
-    step = max(256, (1 << (positions - 1).bit_length()) // 8)
+    """A capacity of at least `positions`: requests of like length share buffers, and a graph need not be made anew.
+
+    Powers of two from 512 on; above 4,096, where a row's memory counts, at most a quarter too much.
+    """
+    power = 1 << max(9, (positions - 1).bit_length())
+    step = power if positions <= 4096 else power // 8
     return -(-positions // step) * step
 
 
