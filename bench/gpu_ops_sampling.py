@@ -67,7 +67,17 @@ def copies_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return max(2, -(-ROTATION // (torch.Size(shape).numel() * dtype.itemsize)))
 
 
-def accepted_block(logits: Tensor, options: dict[str, Any]) -> Tensor:
+def on_device(options: dict[str, Any], batch: int) -> dict[str, Tensor]:
+    """The options as a graph needs them: a number from the host would be copied to the device in every call."""
+    kinds = {"top_k": torch.int32, "seeds": torch.int64, "starts": torch.int32}
+    values = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "starts": 0} | options
+    return {
+        name: torch.full((batch,), value, dtype=kinds.get(name, torch.float32), device="cuda")
+        for name, value in values.items()
+    }
+
+
+def accepted_block(logits: Tensor, options: dict[str, Tensor]) -> Tensor:
     """Drafts that the rule without q accepts to the last slot."""
     batch, slots, _ = logits.shape
     tokens = torch.full((batch, slots), -1, device="cuda")
@@ -129,14 +139,15 @@ def reject_cases(args: argparse.Namespace, batch: int, dtype: torch.dtype) -> It
                 continue
             case = Case(title, sets[0].nbytes)
             ours: list[Call] = []
+            tensors = on_device(options, batch)
             for logits in sets:
                 if proposal == "no q":
-                    ours.append(partial(ops.reject_sample, logits, accepted_block(logits, options), **options))
+                    ours.append(partial(ops.reject_sample, logits, accepted_block(logits, tensors), **tensors))
                     continue
                 tokens, q = candidates_of(logits)
                 dense = torch.zeros_like(logits[:, :-1], dtype=torch.float32).scatter(-1, *q)
                 draft = dense if proposal == "dense q" else q
-                ours.append(partial(ops.reject_sample, logits, tokens, None, draft, **options))
+                ours.append(partial(ops.reject_sample, logits, tokens, None, draft, **tensors))
             case.sides["pydflash"] = ours
             if args.peers and proposal == "no q":
                 rows = [logits.flatten(0, 1) for logits in sets]
@@ -150,6 +161,7 @@ def select_cases(args: argparse.Namespace, batch: int, dtype: torch.dtype) -> It
     slots, vocab = args.slots - 1, args.vocab
     shape = (batch, slots, vocab)
     anchors, starts = (torch.zeros(batch, dtype=kind, device="cuda") for kind in (torch.int64, torch.int32))
+    ones = torch.ones(batch, device="cuda")
     for kind, (rank, top_k, heat) in itertools.product(
         args.kinds, ((0, 16, None), (256, 16, None), (256, 16, 1.0), (0, 1024, None))
     ):
@@ -164,7 +176,8 @@ def select_cases(args: argparse.Namespace, batch: int, dtype: torch.dtype) -> It
             selector = [torch.randn(n, rank, device="cuda").to(dtype) for n in (batch * slots, vocab, vocab)]
             selector[0] = selector[0].view(batch, slots, rank) if selector[0] is not None else None
         case.sides["pydflash"] = [
-            partial(ops.path_select, x, *selector, anchors, heat, 0, starts, top_k, vocab) for x in sets
+            partial(ops.path_select, x, *selector, anchors, heat and heat * ones, anchors, starts, top_k, vocab)
+            for x in sets
         ]
         if args.peers:
             case.sides["torch"] = [partial(x.topk, top_k, -1) for x in sets]

@@ -168,14 +168,15 @@ def path_select(
 
 
 def _per_row(value: Tensor | Sequence[float] | float, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[B] of a number or of one number a row; numbers are filled in on the device, which a graph can capture."""
     if isinstance(value, Tensor):
         return value.expand(batch) if value.dim() == 0 else value
+    values = list(value) if isinstance(value, Sequence) else [value]
     if dtype == torch.int64:  # the upper half of the unsigned numbers, as a seed may be
-        values = [v - 2**64 if v >= 2**63 else v for v in (value if isinstance(value, Sequence) else [value])]
-        return torch.tensor(values, dtype=dtype, device=device).expand(max(batch, 1) if len(values) == 1 else -1)[
-            :batch
-        ]
-    return torch.tensor(value, dtype=dtype, device=device).expand(batch)
+        values = [v - 2**64 if v >= 2**63 else v for v in values]
+    if len(values) == 1:
+        return torch.full((batch,), values[0], dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def path_tree(

@@ -136,6 +136,18 @@ def test_kernel_equals_reference(device: torch.device, num_nodes: int, slots: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("slots", "top_k"), [(7, 31), (7, 33), (7, 36), (15, 40), (3, 300), (1, 1024)])
+def test_many_candidates_a_slot(device: torch.device, kind: str, slots: int, top_k: int) -> None:
+    case = lattice_case(2, slots, top_k, kind, "ties", seed=6)
+    num_nodes = min(63, 5 * slots)
+    got, want = tree(on(case, device), num_nodes), tree(case, num_nodes, reference)
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+    for path, expected in zip(viterbi(on(case, device)), viterbi(case, reference), strict=True):
+        assert torch.equal(path, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_better_is_left_behind(device: torch.device, kind: str) -> None:
     case = lattice_case(2, 7, 16, kind)
     got = tree(on(case, device), 63)

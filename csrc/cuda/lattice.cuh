@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kLatticeThreads = 1024, kMaxCandidates = 1024;
 constexpr int kRowLanes = 16;  // that work on one row of scores
-constexpr int64_t kSharedEdges = 64 * 1024;
+constexpr int64_t kSharedEdges = 36 * 1024;  // with a kernel's own, less than the 48 KB every launch may take
 
 // Edges of one batch row, in shared memory where they fit. Row r is (slot, previous candidate).
 struct Edges {
@@ -29,7 +29,8 @@ inline int64_t edge_scratch(const Lattice& lattice) {
 }
 
 // In shared memory, or where they do not fit in part b of scratch, of so many bytes.
-__device__ __forceinline__ Edges edges_at(const Lattice& lattice, char* shared, void* scratch, int64_t bytes, int64_t b) {
+__device__ __forceinline__ Edges edges_at(const Lattice& lattice, char* shared, void* scratch, int64_t bytes,
+                                          int64_t b) {
   const int64_t rows = int64_t(lattice.slots) * lattice.rows;
   float* value = reinterpret_cast<float*>(bytes > 0 ? static_cast<char*>(scratch) + b * bytes : shared);
   return {value, value + rows * lattice.top_k, reinterpret_cast<int32_t*>(value + rows * (lattice.top_k + 1))};
