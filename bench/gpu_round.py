@@ -158,25 +158,25 @@ def fill(rounds: DeviceRound, context: int) -> None:
 def linears_of(fast: FastTarget, drafter: Drafter | None, rows: int) -> Callable[[], Any]:
     """All linear layers of a round on `rows` rows, the head included."""
     assert fast.recognised is not None
-    groups: list[tuple[Projection, torch.Tensor | None]] = []
+    groups: list[Projection] = []
 
     def add(decoder: Any) -> None:
         for layer in decoder.layers:
             convs = [c.deltas for c in (layer.attention_conv, layer.mlp_conv) if c is not None]
-            groups.extend((p, decoder.semaphores) for p in (layer.qkv, layer.output, layer.gate_up, layer.down, *convs))
+            groups.extend((layer.qkv, layer.output, layer.gate_up, layer.down, *convs))
 
+    head = Projection((fast.target.head.weight,), (None,))
     add(fast.recognised.decoder)
-    groups.append((Projection((fast.target.head.weight,), (None,)), fast.recognised.decoder.semaphores))
+    groups.append(head)
     if drafter is not None:
         with torch.no_grad():
             own = drafter.decoder()
         assert own is not None
         add(own.decoder)
-        groups.append((own.features, own.decoder.semaphores))
-        groups.append(groups[fast.target.num_layers * 4])
-    inputs = {p.weights[0].shape[1]: None for p, _ in groups}
-    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for width in inputs}
-    return lambda: [projection(inputs[projection.weights[0].shape[1]], marks) for projection, marks in groups]
+        groups += [own.features, head]
+    widths = {projection.weights[0].shape[1] for projection in groups}
+    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for width in widths}
+    return lambda: [projection(inputs[projection.weights[0].shape[1]]) for projection in groups]
 
 
 def nbytes(*modules: torch.nn.Module) -> int:

@@ -19,43 +19,6 @@ int64_t check_tables(const TensorView& cos, const TensorView& sin, int64_t rotar
   return cos.dim(0);
 }
 
-void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const std::vector<MaybeCapsule>& biases,
-                   bool gated, Capsule out_, Capsule semaphores_, uintptr_t stream, int device,
-                   const Allocate& allocate) {
-  const char* op = "skinny_linear";
-  TensorView x(op, "x", x_), out(op, "out", out_), semaphores(op, "semaphores", semaphores_);
-  x.floating().shape({-1, -1}, "[M, K]").row_contiguous();
-  const int64_t rows = x.dim(0), in_features = x.dim(1);
-  if (x.dtype() == DType::f32) x.fail("bfloat16 or float16", "float32");
-  if (rows > 64) x.fail("at most 64 rows", text(rows));
-  if (in_features < 8 || in_features % 8 != 0) x.fail("[M, K] with K a multiple of 8", text("K = ", in_features));
-  if (weights.empty() || weights.size() > 3 || biases.size() != weights.size())
-    refuse(text("skinny_linear: weights must be 1 to 3 with a bias or None each, got ", weights.size(), " and ",
-                biases.size()));
-  SkinnyLinearParams p{};
-  int64_t total = 0;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    TensorView weight(op, "weights", weights[i]);
-    weight.like(x).shape({-1, in_features}, "[N, K]").contiguous();
-    p.weights[i] = weight.data();
-    p.out_features[i] = int(weight.dim(0));
-    total += weight.dim(0);
-    p.biases[i] = maybe_weight(op, "biases", biases[i], x, {weight.dim(0)}, "[N]");
-  }
-  if (gated && (weights.size() != 2 || p.out_features[0] != p.out_features[1]))
-    refuse("skinny_linear: gated takes two weights of one size");
-  out.like(x).shape({rows, gated ? total / 2 : total}, "[M, N]").row_contiguous();
-  semaphores.int32().contiguous();
-  if (semaphores.dim(0) < 1 << 16) semaphores.fail("of at least 65536 entries", text(semaphores.dim(0)));
-  if (out.empty()) return;
-  p.rows = int(rows), p.in_features = int(in_features), p.num_weights = int(weights.size()), p.gated = gated;
-  p.dtype = x.dtype(), p.x = x.data(), p.x_stride = x.stride(0);
-  p.out = out.data(), p.out_stride = out.stride(0), p.semaphores = data_of<int32_t>(semaphores);
-  p.scratch = scratch_for(p, allocate);
-  py::gil_scoped_release nogil;
-  backend::skinny_linear(p, stream_of(stream, device));
-}
-
 void add_rms_norm(Capsule x_, MaybeCapsule delta_, Capsule weight_, double eps, double weight_offset, bool round_first,
                   Capsule out_, MaybeCapsule sum_, uintptr_t stream, int device) {
   const char* op = "add_rms_norm";
@@ -179,7 +142,6 @@ void round_commit(Capsule tokens_, Capsule index_, Capsule num_accepted_, Capsul
 }  // namespace
 
 void define_fused(py::module_& m) {
-  m.def("skinny_linear", &skinny_linear);
   m.def("add_rms_norm", &add_rms_norm);
   m.def("head_norm_rope", &head_norm_rope);
   m.def("context_append", &context_append);

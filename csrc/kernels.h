@@ -150,22 +150,6 @@ struct RejectSampleParams {
   void* scratch;
 };
 
-// out[m, :] = x[m] @ weight^T (+ bias) of up to three weights [out_features[i], in_features] side by side, summed in
-// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used.
-struct SkinnyLinearParams {
-  int rows, in_features, num_weights;
-  bool gated;
-  DType dtype;
-  const void* x;  // [rows, in_features]
-  int64_t x_stride;
-  const void *weights[3], *biases[3];
-  int out_features[3];
-  void* out;  // [rows, sum of out_features], or [rows, out_features[0]] where gated
-  int64_t out_stride;
-  int32_t* semaphores;  // zero before and after
-  void* scratch;
-};
-
 // sum = x + delta; out = sum / rms(sum) * (weight + weight_offset). round_first: rounded before the weight as well.
 struct AddRmsNormParams {
   int rows, size;
@@ -241,7 +225,6 @@ struct RoundCommitParams {
 
 // What backends of a device add: steps of a decoder that plain torch would take in several launches each.
 #define PYDFLASH_FUSED_KERNELS(apply)            \
-  apply(skinny_linear, SkinnyLinearParams)       \
   apply(add_rms_norm, AddRmsNormParams)          \
   apply(head_norm_rope, HeadNormRopeParams)      \
   apply(context_append, ContextAppendParams)     \
@@ -270,7 +253,6 @@ int64_t scratch_bytes(const PathSelectParams& params);
 int64_t scratch_bytes(const PathTreeParams& params);
 int64_t scratch_bytes(const PathViterbiParams& params);
 int64_t scratch_bytes(const RejectSampleParams& params);
-int64_t scratch_bytes(const SkinnyLinearParams& params);
 const char* description();                   // the architectures this was compiled for
 const char* select_level(const char* name);  // null: there is one level
 }  // namespace cuda

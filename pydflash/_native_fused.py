@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from . import reference_fused as reference
-from ._native import _capsule, _module, _rows, _scratch, library
+from ._native import _capsule, _module, _rows, library
 
 _SCHEMAS = (
-    "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated, Tensor semaphores) -> Tensor",
     "add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, float weight_offset, bool round_first)"
     " -> (Tensor, Tensor)",
     "head_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin,"
@@ -26,29 +23,6 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     library.define(_schema)
-
-
-def skinny_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool, semaphores: Tensor
-) -> Tensor:
-    module, stream, device = _module("skinny_linear", x, *weights, *biases, semaphores)
-    out = _linear_out(x, weights, gated)
-    module.skinny_linear(
-        _capsule(_rows(x)),
-        [_capsule(weight) for weight in weights],
-        [_capsule(bias) for bias in biases],
-        gated,
-        _capsule(out),
-        _capsule(semaphores),
-        stream,
-        device,
-        _scratch(x),
-    )
-    return out
-
-
-def _linear_out(x: Tensor, weights: Sequence[Tensor], gated: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weights[0].shape[0] if gated else sum(weight.shape[0] for weight in weights))
 
 
 def add_rms_norm(
@@ -173,7 +147,6 @@ def _reference_norm(
 
 
 for _name, _impl, _plain in (
-    ("skinny_linear", skinny_linear, reference.skinny_linear),
     ("add_rms_norm", add_rms_norm, _reference_norm),
     ("head_norm_rope", head_norm_rope, reference.head_norm_rope),
     ("context_append", context_append, reference.context_append),
@@ -182,9 +155,6 @@ for _name, _impl, _plain in (
     library.impl(_name, _impl, "CUDA")
     library.impl(_name, _plain, "CPU")
 
-torch.library.register_fake(
-    "pydflash::skinny_linear", lambda x, weights, biases, gated, _: _linear_out(x, weights, gated), lib=library
-)
 torch.library.register_fake("pydflash::add_rms_norm", lambda x, delta, *_: _norm_outputs(x, delta), lib=library)
 torch.library.register_fake(
     "pydflash::head_norm_rope", lambda qkv, *rest: _heads_out(qkv, rest[7], rest[9]), lib=library

@@ -6,7 +6,7 @@ It reads its keys and values from a cache of committed positions and puts the bl
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,11 +26,8 @@ class Projection:
     biases: tuple[Tensor | None, ...]
     gated: bool = False  # silu(first) * second
 
-    def __call__(self, x: Tensor, semaphores: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
-        rows, width = x.shape
-        if x.is_cuda and x.dtype in HALF and 0 < rows <= fused.MOST_ROWS and width % 8 == 0:
-            return fused.skinny_linear(x, self.weights, self.biases, self.gated, semaphores)
         parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
         if self.gated:
             return F.silu(parts[0]) * parts[1]
@@ -98,7 +95,6 @@ class Decoder:
     Attributes:
         rotary_dim: Rotated channels of each head.
         final_norm: [H].
-        semaphores: Zeros for `fused.skinny_linear`; a Decoder runs in one stream at a time.
     """
 
     layers: Sequence[LayerWeights]
@@ -111,11 +107,6 @@ class Decoder:
     norm: Norm
     head_norm: Norm
     final_norm: Tensor
-    semaphores: Tensor | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.final_norm.is_cuda and self.semaphores is None:
-            self.semaphores = torch.zeros(fused.SEMAPHORES, dtype=torch.int32, device=self.final_norm.device)
 
     def __call__(
         self, x: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor], block: Block, taps: Collection[int] = ()
@@ -125,12 +116,12 @@ class Decoder:
         tables: cos and sin [positions, rotary_dim / 2] float32.
         """
         batch, slots, width = x.shape
-        lengths, marks = cache.lengths, self.semaphores
+        lengths = cache.lengths
         taken: dict[int, Tensor] = {}
         u, residual = self.norm(x.flatten(0, 1), None, self.layers[0].input_norm)
         for i, layer in enumerate(self.layers):
-            u, after = _convolve(u, layer.attention_conv, slots, marks)
-            qkv = layer.qkv(u, marks).unflatten(0, (batch, slots))
+            u, after = _convolve(u, layer.attention_conv, slots)
+            qkv = layer.qkv(u).unflatten(0, (batch, slots))
             q = fused.head_norm_rope(
                 qkv,
                 layer.q_norm,
@@ -160,11 +151,11 @@ class Decoder:
                 layer.window,
                 self.scale,
             )
-            y = layer.output(attended.transpose(1, 2).reshape(batch * slots, -1), marks)
+            y = layer.output(attended.transpose(1, 2).reshape(batch * slots, -1))
             y = _finish(y, layer.attention_conv, after, slots)
             u, residual = self.norm(residual, y, layer.post_norm)
-            u, after = _convolve(u, layer.mlp_conv, slots, marks)
-            y = layer.down(layer.gate_up(u, marks), marks)
+            u, after = _convolve(u, layer.mlp_conv, slots)
+            y = layer.down(layer.gate_up(u))
             y = _finish(y, layer.mlp_conv, after, slots)
             last = i + 1 == len(self.layers)
             u, residual = self.norm(residual, y, self.final_norm if last else self.layers[i + 1].input_norm)
@@ -173,14 +164,12 @@ class Decoder:
         return u.view(batch, slots, width), taken
 
 
-def _convolve(
-    u: Tensor, conv: Convolution | None, slots: int, semaphores: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _convolve(u: Tensor, conv: Convolution | None, slots: int) -> tuple[Tensor, Tensor | None]:
     """The convolution before a sublayer, and the deltas of the one after it."""
     if conv is None:
         return u, None
     taps = conv.before.shape[0]
-    deltas = conv.deltas(u, semaphores).view(-1, slots, 2, taps, conv.deltas.weights[0].shape[0] // (2 * taps))
+    deltas = conv.deltas(u).view(-1, slots, 2, taps, conv.deltas.weights[0].shape[0] // (2 * taps))
     return ops.block_conv(u.unflatten(0, (-1, slots)), conv.before, deltas[:, :, 0]).flatten(0, 1), deltas[:, :, 1]
 
 

@@ -210,7 +210,7 @@ class Drafter(CanonicalNames):
     def _append(self, decoder: DrafterDecoder, features: Tensor, cache: KVCache, counts: Tensor) -> None:
         config = self.config
         projection, norms = self._context_projection()
-        both = projection(decoder.fuse(features, self.hidden_norm.weight), decoder.decoder.semaphores)
+        both = projection(decoder.fuse(features, self.hidden_norm.weight))
         fused.context_append(
             both.unflatten(0, features.shape[:2]),
             norms,

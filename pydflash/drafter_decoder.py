@@ -46,7 +46,7 @@ class DrafterDecoder:
 
     def fuse(self, features: Tensor, weight: Tensor) -> Tensor:
         """Fused features [B * C, H] of features [B, C, F * H]; weight [H] of their norm."""
-        fused = self.features(features.flatten(0, 1), self.decoder.semaphores)
+        fused = self.features(features.flatten(0, 1))
         return self.norm(fused, None, weight)[0]
 
 

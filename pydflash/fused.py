@@ -5,7 +5,7 @@ Compiled for devices; on a CPU they run their definitions in `pydflash.reference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,39 +14,9 @@ from torch import Tensor
 from . import _native_fused as native
 from .ops import run
 
-SEMAPHORES = 1 << 16  # entries that skinny_linear may use
-MOST_ROWS = 64  # of skinny_linear
-
 
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
     return op(*arguments) if arguments[0].device.type == "cpu" else run(impl, op, *arguments)
-
-
-def skinny_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    gated: bool = False,
-    semaphores: Tensor | None = None,
-) -> Tensor:
-    """Few rows through up to three linear layers that read the same input, at the speed of their weights' bytes.
-
-    Args:
-        x: [M, K], M at most 64, K a multiple of 8; bfloat16 or float16.
-        weights: 1 to 3 of [N_i, K], contiguous.
-        biases: One [N_i] or None each.
-        gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
-        semaphores: [65536] int32 zeros, left zero; made here where None. Calls in different streams that run at the
-            same time need their own.
-
-    Returns: [M, sum of N_i], or [M, N_0] where gated. Sums in float32, rounded once.
-
-    Raises: ValueError on shapes, dtypes or devices that do not fit.
-    """
-    if semaphores is None:
-        semaphores = torch.zeros(SEMAPHORES, dtype=torch.int32, device=x.device)
-    biases = [None] * len(weights) if biases is None else list(biases)
-    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated, semaphores)
 
 
 def add_rms_norm(

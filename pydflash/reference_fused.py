@@ -6,31 +6,12 @@ inputs are float64, and round where a module of its own would have written its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def skinny_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    gated: bool = False,
-    semaphores: Tensor | None = None,
-) -> Tensor:
-    """Up to three linear layers side by side, or gated; see `pydflash.fused.skinny_linear`."""
-    held = [None] * len(weights) if biases is None else biases
-    parts = []
-    for weight, bias in zip(weights, held, strict=True):
-        part = _wide(x) @ _wide(weight).t()
-        parts.append((part if bias is None else part + _wide(bias)).to(x.dtype))
-    return F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_first: bool) -> Tensor:

@@ -201,7 +201,7 @@ class FastTarget:
             if own.head is None:
                 logits = self.target.head(hidden)
             else:
-                logits = own.head(hidden.flatten(0, 1), decoder.semaphores).unflatten(0, tokens.shape)
+                logits = own.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
         return TargetOutput(logits, torch.cat([taken[i] for i in ids], -1) if ids else None)
 
     def _forward(self, ids: Tensor, positions: Tensor, step: _Step, last_only: bool = False) -> TargetOutput:

@@ -104,7 +104,7 @@ def _sublayer_fault(
     parts = zip(cast("list[Any]", own.target.layers), decoder.layers, norms, strict=True)
     for i, (layer, weights, norm) in enumerate(parts):
         x = seen[layer.mlp].taken[0]
-        mlp = weights.down(weights.gate_up(x, decoder.semaphores), decoder.semaphores)
+        mlp = weights.down(weights.gate_up(x))
         q, attended = _attended(decoder, weights, seen[layer.self_attn].taken, tables)
         pairs = (
             ("queries", q.float().norm(), norm, norms_close),
@@ -125,7 +125,7 @@ def _attended(decoder: Decoder, layer: LayerWeights, x: Tensor, tables: tuple[Te
     lengths = torch.zeros(1, dtype=torch.int32, device=x.device)
     k = x.new_empty(1, decoder.num_kv_heads, size, decoder.head_dim)
     v, cache = torch.empty_like(k), torch.zeros_like(k)
-    qkv = layer.qkv(x[0], decoder.semaphores)[None]
+    qkv = layer.qkv(x[0])[None]
     norm = decoder.head_norm
     q = fused.head_norm_rope(
         qkv,
@@ -144,4 +144,4 @@ def _attended(decoder: Decoder, layer: LayerWeights, x: Tensor, tables: tuple[Te
         norm.round_first,
     )
     out = ops.block_attention(q, cache, cache, k, v, lengths, visibility, depths, layer.window, decoder.scale)
-    return q, layer.output(out.transpose(1, 2).reshape(size, -1), decoder.semaphores)
+    return q, layer.output(out.transpose(1, 2).reshape(size, -1))

@@ -180,10 +180,10 @@ def test_masks_of_a_block() -> None:
 
 def test_projections_side_by_side_and_gated(device: torch.device) -> None:
     x, a, b, bias = (torch.randn(*shape, device=device) for shape in ((3, 64), (16, 64), (16, 64), (16,)))
-    assert_matches(Projection((a, b), (bias, None))(x, None), torch.cat([x @ a.T + bias, x @ b.T], 1))
-    assert_matches(Projection((a,), (bias,))(x, None), x @ a.T + bias)
+    assert_matches(Projection((a, b), (bias, None))(x), torch.cat([x @ a.T + bias, x @ b.T], 1))
+    assert_matches(Projection((a,), (bias,))(x), x @ a.T + bias)
     first = x @ a.T + bias
-    assert_matches(Projection((a, b), (bias, None), gated=True)(x, None), first * first.sigmoid() * (x @ b.T))
+    assert_matches(Projection((a, b), (bias, None), gated=True)(x), first * first.sigmoid() * (x @ b.T))
 
 
 # --- when there is one ----------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_the_context_limit_is_reached_exactly(family: str, drafting: str, ahead:
         assert {out.finish_reason for out in outs} == {"length"}
 
 
-def test_processors_and_stop_strings(ahead: int, device: torch.device) -> None:
+def test_processors_and_stop_strings(device: torch.device) -> None:
     """Logits are changed on the host between two pieces of a round, each row's by its own text."""
 
     def never_again(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,7 @@ def test_autocast_close_and_copies(name: str, device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16):
         assert spec.generate(ids[0], 40).token_ids == text
     other = copy.deepcopy(spec)
+    assert (len(spec._loop._free), len(other._loop._free)) == (1, 0)  # type: ignore[attr-defined]
     with Speculator(Target(fast.target.model, TAPS), None, target_path="fast") as closed:
         pass
     with pytest.raises(ValueError, match=r"prefill: target must be open, got one after close\(\)"):
