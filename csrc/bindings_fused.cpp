@@ -11,11 +11,13 @@ const void* maybe_weight(const char* op, const char* name, const MaybeCapsule& c
 }
 
 // cos and sin; returns the number of positions.
-int64_t check_tables(const TensorView& cos, const TensorView& sin, int64_t rotary_dim, int64_t head_dim) {
+int64_t check_tables(const char* op, const TensorView& cos, const TensorView& sin, int64_t rotary_dim,
+                     int64_t head_dim) {
   if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 != 0)
-    refuse(text("rotary_dim must be even and at most head_dim = ", head_dim, ", got ", rotary_dim));
+    refuse(text(op, ": rotary_dim must be even and at most head_dim = ", head_dim, ", got ", rotary_dim));
   cos.float32().shape({-1, rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
   sin.float32().shape({cos.dim(0), rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+  if (rotary_dim > 0 && cos.dim(0) == 0) cos.fail("of at least one position", "0");
   return cos.dim(0);
 }
 
@@ -59,7 +61,7 @@ void head_norm_rope(Capsule qkv_, MaybeCapsule q_weight_, MaybeCapsule k_weight_
   lengths.int32().shape({batch}, "[B]").contiguous();
   depths.int32().shape({depths.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
   HeadNormRopeParams p{};
-  p.positions = check_tables(cos, sin, rotary_dim, dim);
+  p.positions = check_tables(op, cos, sin, rotary_dim, dim);
   p.q_weight = maybe_weight(op, "q_weight", q_weight_, q, {dim}, "[D]");
   p.k_weight = maybe_weight(op, "k_weight", k_weight_, q, {dim}, "[D]");
   if (q.empty()) return;
@@ -90,7 +92,7 @@ void context_append(Capsule kv_, MaybeCapsule k_weights_, double eps, Capsule co
   counts.int32().shape({batch}, "[B]").contiguous();
   if (dim % 8 != 0 || dim > 256) kc.fail("of a head_dim that is a multiple of 8 up to 256", text(dim));
   ContextAppendParams p{};
-  p.positions = check_tables(cos, sin, rotary_dim, dim);
+  p.positions = check_tables(op, cos, sin, rotary_dim, dim);
   p.k_weights = maybe_weight(op, "k_weights", k_weights_, kc, {layers, dim}, "[Ly, D]");
   if (kv.empty() || capacity == 0) return;
   p.layers = int(layers), p.batch = int(batch), p.rows = int(kv.dim(1)), p.num_kv_heads = int(heads);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -152,11 +152,15 @@ def generation(request: Request) -> Generation:
 
 
 def _chunks(request: Request, loop: Loop) -> Iterator[Chunk]:
-    for chunks in run(loop, [request]):
-        yield chunks[0]
+    rounds = run(loop, [request])
+    try:
+        for chunks in rounds:
+            yield chunks[0]
+    finally:
+        rounds.close()  # gives back what the loop holds at once, however the outer generator ends
 
 
-def run(loop: Loop, requests: Sequence[Request]) -> Iterator[list[Chunk]]:
+def run(loop: Loop, requests: Sequence[Request]) -> Generator[list[Chunk], None, None]:
     """Run a batch to its end: the chunk of each request, round by round, empty for those that are finished."""
     waiting = [request for request in requests if request.output.finish_reason is None]
     if not waiting:
