@@ -166,6 +166,8 @@ class Speculator:
     def _choose_paths(self, path: str, num_nodes: int | str | None, draft_sampling: bool | None) -> Paths:
         config = self.drafter.config if self.drafter is not None else None
         paths = Paths(path, num_nodes, self.block_size - 1, config.num_candidates if config else 1)
+        if draft_sampling not in (None, True, False):
+            raise ValueError(f"Speculator: draft_sampling must be True, False or None, got {draft_sampling!r}")
         if path == "viterbi" and draft_sampling:
             raise ValueError(f"Speculator: draft_sampling must be off where path is {path!r}, got {draft_sampling!r}")
         walks = path != "viterbi" and config is not None and config.version == 2

@@ -311,6 +311,7 @@ def test_auto_is_the_default_and_exact() -> None:
         ({"path": "tree", "num_nodes": True}, "num_nodes must be 'auto' or 1 to 63 .* got True"),
         ({"path": "tree", "num_nodes": 3, "block_size": 1}, "num_nodes must be 'auto' or 1 to 0"),
         ({"path": "viterbi", "draft_sampling": True}, "draft_sampling must be off where path is 'viterbi', got True"),
+        ({"draft_sampling": "x"}, "draft_sampling must be True, False or None, got 'x'"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
