@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_ops_small import milliseconds
 from machine import machine
 from rich.console import Console
 from rich.table import Table
@@ -123,23 +124,14 @@ def replay_ms(replay: Callable[[], Any], repeats: int = 20) -> float:
     torch.cuda.synchronize()
     for _ in range(3):
         replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(milliseconds(replay) for _ in range(repeats))
 
 
 def copy_bandwidth() -> float:
     """GB/s of a 4 GiB copy, bytes read and written both counted."""
     source = torch.empty(1 << 31, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    milliseconds = replay_ms(lambda: target.copy_(source))
-    return 2 * source.nbytes / milliseconds / 1e6
+    return 2 * source.nbytes / replay_ms(lambda: target.copy_(source)) / 1e6
 
 
 def fill(rounds: DeviceRound, context: int) -> None:

@@ -122,22 +122,7 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             u, after = _convolve(u, layer.attention_conv, slots)
             qkv = layer.qkv(u).unflatten(0, (batch, slots))
-            q = fused.head_norm_rope(
-                qkv,
-                layer.q_norm,
-                layer.k_norm,
-                self.head_norm.eps,
-                *tables,
-                lengths,
-                block.depths,
-                block.k[i],
-                block.v[i],
-                self.num_heads,
-                self.rotary_dim,
-                self.interleaved,
-                self.head_norm.weight_offset,
-                self.head_norm.round_first,
-            )
+            q = self.heads(layer, qkv, tables, lengths, block.depths, block.k[i], block.v[i])
             seen = block.causal if layer.causal and block.causal is not None else block.visibility
             attended = ops.block_attention(
                 q,
@@ -162,6 +147,35 @@ class Decoder:
             if i in taps:
                 taken[i] = residual.view(batch, slots, width)
         return u.view(batch, slots, width), taken
+
+    def heads(
+        self,
+        layer: LayerWeights,
+        qkv: Tensor,
+        tables: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        depths: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """Queries [B, Hq, S, D] of a layer's projection [B, S, ...], normalised and rotated; k and v are written."""
+        norm = self.head_norm
+        return fused.head_norm_rope(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            norm.eps,
+            *tables,
+            lengths,
+            depths,
+            k,
+            v,
+            self.num_heads,
+            self.rotary_dim,
+            self.interleaved,
+            norm.weight_offset,
+            norm.round_first,
+        )
 
 
 def _convolve(u: Tensor, conv: Convolution | None, slots: int) -> tuple[Tensor, Tensor | None]:

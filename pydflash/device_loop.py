@@ -78,19 +78,7 @@ class DeviceLoop:
             if self.drafter is not None and rounds.context is not None and chunk.features is not None:
                 self.drafter.append_context(chunk.features, rounds.context.row(row))
         assert logits is not None
-        params = request.params
-        _, _, bonus = ops.reject_sample(
-            request.process(logits, ids[:, -1:], None),
-            ids[:, -1:],
-            None,
-            None,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            request.seeds,
-            len(request.ids) - 1,
-        )
+        _, _, bonus = request.accept(ops, logits, ids[:, -1:], None, None, len(request.ids) - 1)
         rounds.activate(row, bonus)
         return [int(bonus)]
 

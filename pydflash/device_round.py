@@ -77,7 +77,8 @@ class DeviceRound:
             self.heat.fill_(1.0)
             self.top_k = torch.zeros(batch, **ints)
             self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
-            self._packed = torch.cat([self.record, *self._shape_of(slots)], 1)
+            blocks = 2 if paths.path == "tree" else 1  # tokens, and parents where they form a tree
+            self._packed = self.record.new_zeros(batch, slots + 1 + blocks * slots)
             pinned = device.type == "cuda"
             self._host = [torch.empty_like(self._packed, device="cpu", pin_memory=pinned) for _ in range(_AHEAD)]
             self._events = [torch.cuda.Event() if pinned else None for _ in range(_AHEAD)]
@@ -138,13 +139,8 @@ class DeviceRound:
             self.counts,
             self.record,
         )
-        self._packed.copy_(torch.cat([self.record, *self._shape_of(block.tokens.shape[1], block)], 1))
-
-    def _shape_of(self, slots: int, block: Block | None = None) -> list[Tensor]:
-        """The block's tokens, and its parents where it is a tree."""
-        if block is not None:
-            return [block.tokens] if block.tree is None else [block.tokens, block.tree.parents.long()]
-        return [self.record.new_zeros(self.batch, slots)] * (2 if self.paths.path == "tree" else 1)
+        shape = [] if parents is None else [parents.long()]
+        self._packed.copy_(torch.cat([self.record, block.tokens, *shape], 1))
 
     def _first_piece(self) -> None:
         block, output = self._verify()

@@ -139,20 +139,8 @@ class HostLoop:
         )
 
     def _accept(self, request: Request, out: TargetOutput, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        params = request.params
         parents = None if block.tree is None else block.tree.parents
-        return self.ops.reject_sample(
-            request.process(out.logits, block.tokens, parents),
-            block.tokens,
-            parents,
-            block.q,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            request.seeds,
-            request.state.starts,
-        )
+        return request.accept(self.ops, out.logits, block.tokens, parents, block.q, request.state.starts)
 
     def _draft_seconds(self) -> float:
         """What a proposal takes; the median of three after one to warm up."""

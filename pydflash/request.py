@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,6 +72,30 @@ class Request:
         if stats.proposals is not None:
             stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
         return Chunk(taken, text)
+
+    def accept(
+        self,
+        ops: ModuleType,
+        logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor | None,
+        q: tuple[Tensor, Tensor] | None,
+        starts: Tensor | int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`reject_sample` of a block [1, S], with this request's processors, parameters and seed."""
+        params = self.params
+        return ops.reject_sample(
+            self.process(logits, tokens, parents),
+            tokens,
+            parents,
+            q,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            self.seeds,
+            starts,
+        )
 
     def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
         """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position.

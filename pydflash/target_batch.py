@@ -7,8 +7,6 @@ for the duration of a forward. Sequences start at position 0 of their row; there
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .target import Target
+from .target_cache import borrowed_attention
 
 ATTENTION = ("auto", "flash", "dense")
 KEY_STEP = 64  # the dense attention reads a multiple of this many keys
@@ -174,21 +173,16 @@ class BatchForward:
             arguments["logits_to_keep"] = 1
         token = _STEP.set(step)
         try:
-            with torch.no_grad(), target._borrow({}, ()), self._borrow_attention(), sdpa_kernel(_SDPA):
+            with (
+                torch.no_grad(),
+                target._borrow({}, ()),
+                borrowed_attention(target._text_config, _NAME),
+                sdpa_kernel(_SDPA),
+            ):
                 logits: Tensor = target.model(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
         return logits
-
-    @contextmanager
-    def _borrow_attention(self) -> Iterator[None]:
-        config = self.target._text_config
-        own = config._attn_implementation
-        config._attn_implementation = _NAME
-        try:
-            yield
-        finally:
-            config._attn_implementation = own
 
     def _refuse(self, expected: str, got: object) -> NoReturn:
         name = type(self.target.model).__name__

@@ -5,7 +5,8 @@ Everything here relies on `transformers.cache_utils`; `target.py` imports this m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -76,6 +77,17 @@ class _KVLayer(DynamicLayer):
                 target.narrow(-2, 0, self._extent.length).copy_(source.narrow(-2, 0, self._extent.length))
         self._buffers = (new[0], new[1])
         self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
+
+
+@contextmanager
+def borrowed_attention(config: Any, name: str) -> Iterator[None]:
+    """A model's attention by the function registered under `name`, for the duration of a forward."""
+    own = config._attn_implementation
+    config._attn_implementation_internal = name  # the property would set it on configs inside this one, too
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = own
 
 
 class VerifiedBlock(NamedTuple):

@@ -7,7 +7,6 @@ through transformers' AttentionInterface. Sequences start at position 0 of their
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from .cache import KVCache
 from .decoder import HALF, Block
 from .drafter_decoder import block_masks
 from .target import Target, TargetOutput
+from .target_cache import borrowed_attention
 from .target_layers import Recognised, UnknownForm
 from .target_probe import PROBE_TOKENS, rollback_fault, tree_fault
 from .target_wiring import wiring_fault
@@ -120,13 +120,15 @@ class FastTarget:
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._shape = (target.num_layers, *self._head_shape())
         self.recognised: Recognised | None = None
-        if (fault := self._fault()) is not None:
+        ids = target._trial_ids(24)
+        expected = target._try_forward(ids)[0].logits
+        if (fault := self._fault(ids, expected)) is not None:
             self._refuse("attention that positions and windows describe fully", fault)
         try:
-            own = Recognised(target, self._seen.windows)
-            if (fault := wiring_fault(own, target._trial_ids(24), self._run_at)) is None:
+            own = Recognised(target, self._windows)
+            if (fault := wiring_fault(own, ids, self._run_at)) is None:
                 self.recognised = own
-                fault = self._fault()
+                fault = self._fault(ids, expected)
         except UnknownForm as error:
             fault = str(error)
         except Exception as error:  # whatever else a model of another form may lack
@@ -212,27 +214,22 @@ class FastTarget:
         taken: dict[int, Tensor] = {}
         token = _STEP.set(step)
         try:
-            with torch.no_grad(), self._own_dtype(), target._borrow(taken, target.layer_ids), self._borrow_attention():
+            with (
+                torch.no_grad(),
+                self._own_dtype(),
+                target._borrow(taken, target.layer_ids),
+                borrowed_attention(target._text_config, _NAME),
+            ):
                 logits = target.model(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
-        self._seen = step
+        self._windows = step.windows  # not the step: it would keep the cache of the last forward
         features = torch.cat([taken[i] for i in target.layer_ids], -1).to(self.dtype) if taken else None
         return TargetOutput(logits[:, -1:] if last_only else logits, features)
 
     def _own_dtype(self) -> torch.autocast:
         """Keeps a surrounding autocast out: the cache and the ops take the model's own dtype."""
         return torch.autocast(self.device.type, enabled=False)
-
-    @contextmanager
-    def _borrow_attention(self) -> Iterator[None]:
-        config = self.target._text_config
-        own = config._attn_implementation
-        config._attn_implementation_internal = _NAME  # the property would set it on configs inside this one, too
-        try:
-            yield
-        finally:
-            config._attn_implementation_internal = own
 
     def _refuse(self, expected: str, got: object) -> NoReturn:
         raise ValueError(f"FastTarget: {type(self.target.model).__name__} must have {expected}, got {got}")
@@ -269,11 +266,8 @@ class FastTarget:
             self._refuse("a head size that is a multiple of 8 up to 256", dim)
         return heads, dim
 
-    def _fault(self) -> str | None:
-        """What a trial finds wrong."""
-        target = self.target
-        ids = target._trial_ids(24)
-        expected = target._try_forward(ids)[0].logits
+    def _fault(self, ids: Tensor, expected: Tensor) -> str | None:
+        """What a trial on tokens with known logits finds wrong."""
         fault = tree_fault(self, ids[:, :PROBE_TOKENS]) or rollback_fault(self, ids, expected)
         if fault is None and self.recognised is None:
             fault = self._window_fault()
@@ -286,12 +280,12 @@ class FastTarget:
 
     def _window_fault(self) -> str | None:
         """A window that only transformers' masks know of would be lost."""
-        config, seen = self.target._text_config, self._seen
-        if not seen.windows:
+        config = self.target._text_config
+        if not self._windows:
             return "attention of its own beside transformers' AttentionInterface"
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         window = getattr(config, "sliding_window", None)
-        if "sliding_attention" in kinds and window and not any(seen.windows.values()):
+        if "sliding_attention" in kinds and window and not any(self._windows.values()):
             return f"a sliding window ({window}) that its attention is not told"
         return None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from . import fused, ops
+from . import ops
 from .decoder import Decoder, LayerWeights
 from .drafter_decoder import block_masks
 
@@ -125,23 +125,6 @@ def _attended(decoder: Decoder, layer: LayerWeights, x: Tensor, tables: tuple[Te
     lengths = torch.zeros(1, dtype=torch.int32, device=x.device)
     k = x.new_empty(1, decoder.num_kv_heads, size, decoder.head_dim)
     v, cache = torch.empty_like(k), torch.zeros_like(k)
-    qkv = layer.qkv(x[0])[None]
-    norm = decoder.head_norm
-    q = fused.head_norm_rope(
-        qkv,
-        layer.q_norm,
-        layer.k_norm,
-        norm.eps,
-        *tables,
-        lengths,
-        depths,
-        k,
-        v,
-        decoder.num_heads,
-        decoder.rotary_dim,
-        decoder.interleaved,
-        norm.weight_offset,
-        norm.round_first,
-    )
+    q = decoder.heads(layer, layer.qkv(x[0])[None], tables, lengths, depths, k, v)
     out = ops.block_attention(q, cache, cache, k, v, lengths, visibility, depths, layer.window, decoder.scale)
     return q, layer.output(out.transpose(1, 2).reshape(size, -1))
