@@ -1,0 +1,8 @@
+// Every kernel; what instances.inc needs to be included before it.
+#pragma once
+
+#include "sycl/kernels/cache_append.hpp"
+#include "sycl/kernels/path_select.hpp"
+#include "sycl/kernels/path_tree.hpp"
+#include "sycl/kernels/path_viterbi.hpp"
+#include "sycl/kernels/reject_sample.hpp"
