@@ -37,10 +37,10 @@ void run(const RejectSampleParams& p, Stream stream) {
   const int64_t count = int64_t(p.batch) * p.slots, groups = count * num_groups(p.vocab_size);
   launch<ScanRows<T>>("reject_sample", stream, groups_for(groups), kThreads, logits, stride, p.slots, p.vocab_size,
                       groups, p.temperature, w.tops, w.sums);
-  launch<SettleRows<T>>("reject_sample", stream, count, kThreads, logits, stride, p.slots, p.vocab_size, w.tops, w.sums,
-                        w.masses, p.tokens, p.parents, p.draft_probs, p.draft_ids, p.draft_slots, p.num_candidates,
-                        draft_stride, p.temperature, p.top_p, p.min_p, p.top_k, p.seeds, p.starts, w.verdicts, w.least,
-                        w.total, w.top_floor, Local<RowMemory>{1});
+  launch<SettleRows<T>>("reject_sample", stream, count, kThreads, logits, stride, p.slots, p.vocab_size, w.tops,
+                        w.sums, w.masses, p.tokens, p.parents, p.draft_probs, p.draft_ids, p.draft_slots,
+                        p.num_candidates, draft_stride, p.temperature, p.top_p, p.min_p, p.top_k, p.seeds, p.starts,
+                        w.verdicts, w.least, w.total, w.top_floor, Local<RowMemory>{1});
   launch<WalkSlots<T>>("reject_sample", stream, p.batch, kThreads, logits, stride, p.slots, p.vocab_size, w.tops,
                        w.sums, w.masses, p.tokens, p.parents, p.draft_probs, p.draft_ids, p.draft_slots,
                        p.num_candidates, draft_stride, p.temperature, p.seeds, p.starts, w.verdicts, w.least, w.total,

@@ -43,23 +43,36 @@ inline uint64_t portion_of(float share, uint64_t total) {
   return least > 0 ? least : 1;
 }
 
-// e^-x in units of 2^-63, for x >= 0, within 2^-54 of the true value.
+// 2^63 / k!
+constexpr uint64_t kExpTerms[] = {
+    0x8000000000000000ull, 0x8000000000000000ull, 0x4000000000000000ull, 0x1555555555555555ull,
+    0x555555555555555ull, 0x111111111111111ull, 0x2D82D82D82D82Eull, 0x6806806806807ull,
+    0xD00D00D00D01ull, 0x171DE3A556C7ull, 0x24FC9F6EF14ull, 0x35CC8ACFEBull,
+    0x47BB63BFEull, 0x5849184Full, 0x64E5D2Aull, 0x6B9FD0ull,
+    0x6B9FDull, 0x654Bull};
+
+// e^-x in units of 2^-63, for x >= 0: off by no more than 2^-54 of itself and one unit.
 inline uint64_t exp_minus(float x) {
   if (!(x < 44.0f)) return 0;
-  const uint64_t argument = uint64_t(x * 0x1p57f);                             // units of 2^-57
-  const uint64_t binary = high_product(argument, 0xB8AA3B295C17F0BCull);       // x log2 e, in units of 2^-56
-  const uint64_t rest = high_product(binary << 8, 0xB17217F7D1CF79ABull);      // its fraction times ln 2, of 2^-64
-  uint64_t value = uint64_t(1) << 63;
-  for (uint32_t k = 17; k >= 1; --k) value = (uint64_t(1) << 63) - high_product(rest, value) / k;
+  const uint64_t argument = uint64_t(x * 0x1p57f);                         // units of 2^-57
+  const uint64_t binary = high_product(argument, 0xB8AA3B295C17F0BCull);   // x log2 e, in units of 2^-56
+  const uint64_t rest = high_product(binary << 8, 0xB17217F7D1CF79ABull);  // its fraction times ln 2, of 2^-64
+  uint64_t value = kExpTerms[17];
+  for (int k = 16; k >= 0; --k) value = kExpTerms[k] - high_product(rest, value);
   return value >> (binary >> 56);
 }
 
-constexpr int kExpBits = 53;  // of the terms of a lattice's row, which are at most 1024
+// Terms of a lattice's row are multiples of 2^-52, as doubles are beside a sum between 1 and 2.
+constexpr int kExpBits = 52;
 
-inline uint64_t exp_term(float distance) { return (exp_minus(-distance) + (1u << (62 - kExpBits))) >> (63 - kExpBits); }
+inline uint64_t exp_term(float distance) {
+  constexpr int kSpare = 63 - kExpBits;
+  return (exp_minus(-distance) + (1u << (kSpare - 1))) >> kSpare;
+}
 
 // The logarithm of a sum of terms, at least 1, rounded once: a float's logarithm, and one step of Newton's method in
-// integers. Before rounding it is off by no more than 2^-46 of itself, 2^-51, and 2^-54 for each term.
+// integers. Before rounding it is off by no more than 2^-46 of itself, 2^-51, and 2^-53 for each term: the same float
+// as with doubles, but where the terms beside the largest come to less than 2^-26 and doubles depend on their order.
 inline float log_of_terms(uint64_t total) {
   const uint64_t one = uint64_t(1) << kExpBits;
   const float guess = ::sycl::log1p(from_fixed(total - one, kExpBits));

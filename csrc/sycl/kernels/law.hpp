@@ -154,7 +154,8 @@ class RowLaw {
       int kept = limited ? ::sycl::min(filters.top_k, listed) : listed;
       if (nucleus) {
         const Crossing end = cross(
-            team_, kept, [&](int i) { return fixed(weight_of(key_value(memory_.keys[i]), law_.top, law_.rate), bits_); },
+            team_, kept,
+            [&](int i) { return fixed(weight_of(key_value(memory_.keys[i]), law_.top, law_.rate), bits_); },
             [&](uint64_t total) { return portion_of(filters.top_p, limited ? total : whole) - 1; }, memory_.crossing);
         kept = end.index < 0 ? kept : end.index + 1;
       }

@@ -18,8 +18,7 @@ struct Nodes {
   uint32_t taken[kMaxSlots][kWords];  // children that are nodes already
 };
 
-// The tree of one batch row, grown by the first sub-group of a work-group, whatever its size: its lanes see each
-// other's writes after a barrier of their own, and the other work-items have nothing to do.
+// The tree of one batch row, grown by a work-group: best one as small as a sub-group, whose barriers cost nothing.
 struct GrowTrees {
   const float *edges, *best;
   const int64_t* candidates;
@@ -32,10 +31,8 @@ struct GrowTrees {
   ::sycl::local_accessor<Nodes, 1> memory;
 
   void operator()(::sycl::nd_item<1> item) const {
-    const ::sycl::sub_group lanes = item.get_sub_group();
-    if (lanes.get_group_linear_id() != 0) return;
-    const int64_t b = int64_t(item.get_group(0));
-    Grower grower{*this, memory[0], lanes, b, int(lanes.get_local_linear_id()), int(lanes.get_local_linear_range())};
+    const Team team(item);
+    Grower grower{*this, memory[0], team, int64_t(item.get_group(0)), team.thread(), team.size()};
     grower.grow();
     grower.write();
   }
@@ -44,28 +41,28 @@ struct GrowTrees {
   struct Grower {
     const GrowTrees& p;
     Nodes& nodes;
-    ::sycl::sub_group lanes;
+    const Team& team;
     int64_t b;
-    int lane, width;
+    int thread, threads;
 
     void grow() {
-      for (int i = lane; i < kMaxSlots * kWords; i += width) nodes.taken[i / kWords][i % kWords] = 0;
-      if (lane == 0) nodes.visibility[0] = 1, nodes.parent[0] = -1, nodes.candidate[0] = -1;
+      for (int i = thread; i < kMaxSlots * kWords; i += threads) nodes.taken[i / kWords][i % kWords] = 0;
+      if (thread == 0) nodes.visibility[0] = 1, nodes.parent[0] = -1, nodes.candidate[0] = -1;
       place(0, 0, 0, 0.0f);
       for (int slot = 1; slot <= p.trunk_nodes; ++slot) follow(slot);
       for (int slot = p.trunk_nodes + 1; slot <= p.num_nodes; ++slot) {
         // Ties go to the shallower node, so to the shallower parent, and among those to the first.
         uint64_t most = 0;
-        for (int i = lane; i < slot; i += width)
+        for (int i = thread; i < slot; i += threads)
           most = ::sycl::max(most, uint64_t(nodes.value[i]) << 32 | ~uint32_t(nodes.depth[i] << 8 | i));
-        most = ::sycl::reduce_over_group(lanes, most, ::sycl::maximum<uint64_t>());
+        most = team.largest(most);
         take_best(int(~uint32_t(most) & 255), uint32_t(most >> 32), slot);
       }
     }
 
     void write() const {
       const int64_t first = b * (p.num_nodes + 1);
-      for (int slot = lane; slot <= p.num_nodes; slot += width) {
+      for (int slot = thread; slot <= p.num_nodes; slot += threads) {
         const int depth = nodes.depth[slot], c = nodes.candidate[slot];
         p.tokens[first + slot] = c >= 0      ? ids_of(depth - 1)[c]
                                  : slot == 0 ? p.anchors[b]
@@ -85,29 +82,26 @@ struct GrowTrees {
       return ordered(no_nan(nodes.log_prob[parent] + p.edges[nodes.row[parent] * p.top_k + c]));
     }
 
-    int least(int x) const { return ::sycl::reduce_over_group(lanes, x, ::sycl::minimum<int>()); }
-
     // The parent's best untaken child, whose value is `most`, becomes node `slot`.
     void take_best(int parent, uint32_t most, int slot) {
       const int64_t* ids = ids_of(nodes.depth[parent]);
       int chosen = p.top_k, ties = 0;
       uint32_t below = 0;
-      for (int c = lane; c < p.top_k; c += width) {
+      for (int c = thread; c < p.top_k; c += threads) {
         const uint32_t value = child_value(parent, c);
         if (value != most)
           below = ::sycl::max(below, value);
         else if (++ties == 1 || ids[c] < ids[chosen])
           chosen = c;
       }
-      ties = ::sycl::reduce_over_group(lanes, ties, ::sycl::plus<int>());
+      ties = team.sum(ties);
       if (ties > 1) {
         below = most;
-        int64_t id = chosen < p.top_k ? ids[chosen] : INT64_MAX;
-        const int64_t lowest = ::sycl::reduce_over_group(lanes, id, ::sycl::minimum<int64_t>());
+        const int64_t id = chosen < p.top_k ? ids[chosen] : INT64_MAX;
+        const int64_t lowest = team.least(id);
         if (id != lowest) chosen = p.top_k;
       }
-      add(parent, least(chosen), slot, ::sycl::reduce_over_group(lanes, below, ::sycl::maximum<uint32_t>()),
-          from_ordered(most));
+      add(parent, team.least(chosen), slot, team.largest(below), from_ordered(most));
     }
 
     // The next node of the trunk; all slots before it are trunk.
@@ -116,24 +110,23 @@ struct GrowTrees {
       const int64_t token = p.trunk[b * p.trunk_nodes + parent];
       const int64_t* ids = ids_of(parent);
       int chosen = p.top_k;
-      for (int c = lane; c < p.top_k; c += width)
+      for (int c = thread; c < p.top_k; c += threads)
         if (ids[c] == token) chosen = ::sycl::min(chosen, c);
-      chosen = least(chosen);
+      chosen = team.least(chosen);
       if (chosen == p.top_k) {  // behind -inf every row gives -inf
-        if (lane == 0) link(parent, slot, -1);
+        if (thread == 0) link(parent, slot, -1);
         return place(slot, slot, 0, -kInfinity);
       }
       uint32_t next = 0;
-      for (int c = lane; c < p.top_k; c += width)
+      for (int c = thread; c < p.top_k; c += threads)
         if (c != chosen) next = ::sycl::max(next, child_value(parent, c));
-      add(parent, chosen, slot, ::sycl::reduce_over_group(lanes, next, ::sycl::maximum<uint32_t>()),
-          from_ordered(child_value(parent, chosen)));
+      add(parent, chosen, slot, team.largest(next), from_ordered(child_value(parent, chosen)));
     }
 
     // Child `c` becomes node `slot`; the best of the parent's other children has the value `next`.
     void add(int parent, int c, int slot, uint32_t next, float log_prob) {
-      ::sycl::group_barrier(lanes);
-      if (lane == 0) {
+      team.wait();
+      if (thread == 0) {
         nodes.value[parent] = next;
         nodes.taken[parent][c / 32] |= 1u << (c % 32);
         link(parent, slot, c);
@@ -148,12 +141,12 @@ struct GrowTrees {
 
     // `row` of the next slot's edges is the children's.
     void place(int slot, int depth, int row, float log_prob) {
-      if (lane == 0) {
+      if (thread == 0) {
         const int64_t at = (b * p.slots + depth) * p.rows + row;
         nodes.depth[slot] = depth, nodes.log_prob[slot] = log_prob, nodes.row[slot] = at;
         nodes.value[slot] = depth < p.slots ? ordered(no_nan(log_prob + p.best[at])) : 0;
       }
-      ::sycl::group_barrier(lanes);
+      team.wait();
     }
   };
 };

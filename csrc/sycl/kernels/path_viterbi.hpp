@@ -22,7 +22,7 @@ struct FindPaths {
     const int64_t first = int64_t(item.get_group(0)) * slots;
     float tail = 0;
     if (rows == 1) {
-      for (int slot = team.thread(); slot < slots; slot += team.size()) best_edge(first + slot, 0, nullptr, tails[slot]);
+      for (int slot = team.thread(); slot < slots; slot += team.size()) tails[slot] = best_edge(first + slot, 0, 0);
       team.wait();
       for (int slot = slots - 1; slot >= 0; --slot) tail = no_nan(tail + tails[slot]);
     } else {
@@ -31,7 +31,7 @@ struct FindPaths {
       int from = 0;
       for (int slot = slots - 1; slot >= 0; --slot, from = rows - from) {
         for (int row = team.thread(); row < (slot == 0 ? 1 : rows); row += team.size())
-          best_edge(first + slot, row, &tails[from], tails[rows - from + row]);
+          tails[rows - from + row] = best_edge(first + slot, row, from);
         team.wait();
       }
       tail = tails[from];
@@ -46,11 +46,12 @@ struct FindPaths {
   }
 
  private:
-  // Ties go to the lower id, then to the first.
-  void best_edge(int64_t slot, int row, const float* behind, float& value) const {
+  // The best continuation of a row, whose value it returns; ties go to the lower id, then to the first. What follows
+  // each candidate stands in `tails` from `behind` on.
+  float best_edge(int64_t slot, int row, int behind) const {
     const float* edge = edges + (slot * rows + row) * top_k;
     const int64_t* ids = candidates + slot * top_k;
-    const auto value_of = [&](int c) { return behind == nullptr ? edge[c] : no_nan(edge[c] + behind[c]); };
+    const auto value_of = [&](int c) { return rows > 1 ? no_nan(edge[c] + tails[behind + c]) : edge[c]; };
     int chosen = 0;
     float most = value_of(0);
     for (int c = 1; c < top_k; ++c) {
@@ -58,7 +59,7 @@ struct FindPaths {
       if (here > most || (here == most && ids[c] < ids[chosen])) most = here, chosen = c;
     }
     next[slot * rows + row] = chosen;
-    value = most;
+    return most;
   }
 };
 
