@@ -9,27 +9,27 @@ namespace pydflash::sycl_backend {
 namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kMaxSplits = 32;        // of a context
-constexpr int kSplitKeys = 64;        // cache rows of a split, at least
-constexpr int kWorkGroups = 256;      // wanted: eight on each core of a large GPU, so that some load while some compute
-constexpr int kLeastSubGroups = 4;    // to load with, where fewer have rows
+constexpr int kMaxSplits = 32;         // of a context
+constexpr int kSplitKeys = 64;         // cache rows of a split, at least
+constexpr int kWorkGroups = 256;       // wanted: eight on each of 32 cores, so that some load while some compute
+constexpr int kLeastSubGroups = 4;     // to load with, where fewer have rows
 constexpr int kLocalBytes = 64 << 10;  // what a work-group may have on every Intel GPU
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct AttentionPlan {
-  int dim, tile_rows, row_tiles, sub_groups, splits;
+  int tile_rows, row_tiles, sub_groups, splits;
 };
 
-template <class T, int kDim>
+template <int kDim>
 constexpr int most_sub_groups() {
-  return kDim * sizeof(T) > 512 ? 4 : 8;
+  return kDim > 128 ? 4 : 8;
 }
 
-template <class T, int kDim>
+template <int kDim>
 constexpr int local_bytes() {
-  using Rows = AttentionRows<T, kDim>;
-  return most_sub_groups<T, kDim>() * Rows::kRows * kDim * int(sizeof(T)) +
+  using Rows = AttentionRows<kDim>;
+  return most_sub_groups<kDim>() * Rows::kRows * kDim * int(sizeof(float)) +
          kStepKeys * (Rows::kKeyStride + kDim / 4) * int(sizeof(Four)) + 64 * 12;
 }
 
@@ -49,16 +49,16 @@ void with_kernel(const BlockAttentionParams& p, Run run) {
   });
 }
 
-template <class T, int kDim>
+template <int kDim>
 AttentionPlan plan_for(const BlockAttentionParams& p) {
-  static_assert(local_bytes<T, kDim>() <= kLocalBytes, "a tile fits in local memory");
-  constexpr int kRows = AttentionRows<T, kDim>::kRows;
+  static_assert(local_bytes<kDim>() <= kLocalBytes, "a tile fits in local memory");
+  constexpr int kRows = AttentionRows<kDim>::kRows;
   const int rows = p.num_heads / p.num_kv_heads * p.slots;
-  const int row_tiles = int(ceil_div(rows, most_sub_groups<T, kDim>() * kRows));
+  const int row_tiles = int(ceil_div(rows, most_sub_groups<kDim>() * kRows));
   const int sub_groups = int(ceil_div(ceil_div(rows, row_tiles), kRows));
   const int64_t units = int64_t(p.batch) * p.num_kv_heads * row_tiles;
   const int64_t splits = std::min({kWorkGroups / units, ceil_div(p.capacity, kSplitKeys), int64_t(kMaxSplits)});
-  return {kDim, sub_groups * kRows, row_tiles, std::max(sub_groups, kLeastSubGroups), int(std::max<int64_t>(splits, 1))};
+  return {sub_groups * kRows, row_tiles, std::max(sub_groups, kLeastSubGroups), int(std::max(splits, int64_t(1)))};
 }
 
 bool on_16_bytes(const void* data, const int64_t* stride, int size) {
@@ -92,7 +92,7 @@ int64_t partial_rows(const BlockAttentionParams& p, const AttentionPlan& plan) {
 
 template <class T, int kDim>
 void launch_plan(const BlockAttentionParams& p, const AttentionPlan& plan, Stream stream) {
-  using Rows = AttentionRows<T, kDim>;
+  using Rows = AttentionRows<kDim>;
   const char* name = "block_attention";
   if (!device_info(stream).sub_groups_of_16)
     throw std::runtime_error("block_attention: the SYCL device has no sub-groups of 16");
@@ -103,12 +103,13 @@ void launch_plan(const BlockAttentionParams& p, const AttentionPlan& plan, Strea
   const int64_t groups = int64_t(p.batch) * p.num_kv_heads * plan.row_tiles * plan.splits;
   launch<BlockAttention<T, kDim>>(name, stream, groups, 16 * plan.sub_groups, shape, typed(p.q), typed(p.k_cache),
                                   typed(p.v_cache), typed(p.k_block), typed(p.v_block), static_cast<T*>(p.out),
-                                  p.lengths, p.visibility, p.depths, sums, stats, Local<T>{plan.tile_rows * kDim},
+                                  p.lengths, p.visibility, p.depths, sums, stats, Local<float>{plan.tile_rows * kDim},
                                   Local<Four>{kStepKeys * Rows::kKeyStride}, Local<Four>{kStepKeys * kDim / 4},
                                   Local<uint64_t>{p.slots}, Local<int32_t>{p.slots});
   if (plan.splits > 1) {
     const int64_t count = int64_t(p.batch) * p.num_heads * p.slots * (p.head_dim / 4);
-    launch<MergeAttention<T>>(name, stream, ceil_div(count, 64), 64, shape, sums, stats, static_cast<T*>(p.out), count);
+    launch<MergeAttention<T>>(name, stream, ceil_div(count, 64), 64, shape, sums, stats, static_cast<T*>(p.out),
+                              count);
   }
 }
 
@@ -117,14 +118,14 @@ void launch_plan(const BlockAttentionParams& p, const AttentionPlan& plan, Strea
 void block_attention(const BlockAttentionParams& p, Stream stream) {
   with_kernel(p, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    launch_plan<T, decltype(tag)::dim>(p, plan_for<T, decltype(tag)::dim>(p), stream);
+    launch_plan<T, decltype(tag)::dim>(p, plan_for<decltype(tag)::dim>(p), stream);
   });
 }
 
 int64_t scratch_bytes(const BlockAttentionParams& p) {
   int64_t bytes = 0;
   with_kernel(p, [&](auto tag) {
-    const AttentionPlan plan = plan_for<typename decltype(tag)::Type, decltype(tag)::dim>(p);
+    const AttentionPlan plan = plan_for<decltype(tag)::dim>(p);
     bytes = partial_rows(p, plan) * (p.head_dim + 2) * int64_t(sizeof(float));
   });
   return bytes;

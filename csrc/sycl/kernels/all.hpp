@@ -1,6 +1,7 @@
 // Every kernel; what instances.inc needs to be included before it.
 #pragma once
 
+#include "sycl/kernels/block_attention.hpp"
 #include "sycl/kernels/cache_append.hpp"
 #include "sycl/kernels/path_select.hpp"
 #include "sycl/kernels/path_tree.hpp"

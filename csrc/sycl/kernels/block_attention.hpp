@@ -1,14 +1,12 @@
 // Kernels of block_attention: one for a part of a context, one that merges the parts in a fixed order.
 #pragma once
 
-#include <cmath>
-
 #include "sycl/kernels/block_attention_shape.hpp"
 
 namespace pydflash::sycl_backend {
 
 // The rows of one sub-group, in registers: a lane has one key of a step, then runs of four of the columns.
-template <class T, int kDim>
+template <int kDim>
 class AttentionRows {
  public:
   static constexpr int kRows = kDim > 128 ? 4 : 8;  // more would not fit in 128 registers
@@ -25,7 +23,7 @@ class AttentionRows {
   }
 
   // Bit r of `seen` says whether row r sees this lane's key.
-  void step(const ::sycl::sub_group& lanes, const ::sycl::local_accessor<T, 1>& query, int first_row,
+  void step(const ::sycl::sub_group& lanes, const ::sycl::local_accessor<float, 1>& query, int first_row,
             const ::sycl::local_accessor<Four, 1>& keys, const ::sycl::local_accessor<Four, 1>& values, int head_dim,
             float factor, uint32_t seen) {
     const int lane = int(lanes.get_local_linear_id());
@@ -33,7 +31,7 @@ class AttentionRows {
     for (int d = 0; d < head_dim; d += 16) {
       float q[kRows];
       PYDFLASH_UNROLL
-      for (int r = 0; r < kRows; ++r) q[r] = widen(query[(first_row + r) * kDim + d + lane]);
+      for (int r = 0; r < kRows; ++r) q[r] = query[(first_row + r) * kDim + d + lane];
       PYDFLASH_UNROLL
       for (int e = 0; e < 16; e += 4) {
         const Four key = keys[lane * kKeyStride + (d + e) / 4];
@@ -93,11 +91,11 @@ class AttentionRows {
 };
 
 // A work-group has a tile of rows of a KV head, and every splits-th step of the context; the last split has the block
-// as well. kDim: head_dim rounded up to 64, 128 or 256. Keys and values become float in local memory, unseen rows zeros,
+// as well. kDim: head_dim rounded up to 64, 128 or 256. All becomes float in local memory; unseen rows become zeros,
 // whatever they held.
 template <class T, int kDim>
 struct BlockAttention {
-  using Rows = AttentionRows<T, kDim>;
+  using Rows = AttentionRows<kDim>;
 
   AttentionShape shape;
   const T *q, *k_cache, *v_cache, *k_block, *v_block;
@@ -106,7 +104,7 @@ struct BlockAttention {
   const int64_t* visibility;
   const int32_t* depths;
   float *sums, *stats;  // [batch, KV head, split, row, head_dim] and [.., 2]: largest scaled score, sum of weights
-  ::sycl::local_accessor<T, 1> query;         // [tile_rows, kDim]
+  ::sycl::local_accessor<float, 1> query;     // [tile_rows, kDim]
   ::sycl::local_accessor<Four, 1> keys;       // [kStepKeys, Rows::kKeyStride]
   ::sycl::local_accessor<Four, 1> values;     // [kStepKeys, kDim / 4]
   ::sycl::local_accessor<uint64_t, 1> bits;   // [slots]: what each sees of the block
@@ -196,7 +194,7 @@ struct BlockAttention {
     return data + place.batch * stride.a + head * stride.b + row % shape.slots * stride.c;
   }
 
-  // Rows that do not exist, and columns past head_dim, become zeros; so do the columns of the keys, once for all steps.
+  // Rows that do not exist and columns past head_dim become zeros; so do such columns of the keys, for all steps.
   void load_query(const Place& place, int thread, int threads) const {
     constexpr int kRun = 16 / int(sizeof(T)), kRowRuns = kDim / kRun;
     for (int i = thread; i < shape.tile_rows * kRowRuns; i += threads) {
@@ -205,7 +203,11 @@ struct BlockAttention {
       if (row < place.rows && column < shape.head_dim)
         words = load_words(row_of(q, shape.q, place, place.first_row + row) + column, shape.aligned != 0);
       PYDFLASH_UNROLL
-      for (int e = 0; e < kRun; ++e) query[row * kDim + column + e] = narrow<T>(unpack<T>(words, e / 4)[e % 4]);
+      for (int n = 0; n < kRun / 4; ++n) {
+        const Four four = unpack<T>(words, n);
+        PYDFLASH_UNROLL
+        for (int e = 0; e < 4; ++e) query[row * kDim + column + 4 * n + e] = four[e];
+      }
     }
     for (int i = thread; i < kStepKeys * Rows::kKeyStride; i += threads)
       if (i % Rows::kKeyStride * 4 >= shape.head_dim) keys[i] = Four(0.0f);
