@@ -38,6 +38,7 @@ def prepare() -> str:
     """Load libsycl; returns why the SYCL backend cannot be used, in one line, or nothing."""
     if present := loaded_runtimes():
         return _refusal(present)
+    os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels compiled once are kept on disk
     folder = next((folder for folder in _folders() if (folder / RUNTIME).exists()), None)
     if folder is not None:
         icd = folder / "libintelocl.so"
