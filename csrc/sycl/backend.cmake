@@ -5,6 +5,10 @@ execute_process(COMMAND ${Python_EXECUTABLE} -c "import sysconfig; print(sysconf
                 OUTPUT_VARIABLE sycl_prefix OUTPUT_STRIP_TRAILING_WHITESPACE)
 find_program(PYDFLASH_ICPX NAMES icpx HINTS "$ENV{CMPLR_ROOT}/bin" DOC "Intel's SYCL compiler")
 
+if(NOT PYDFLASH_SYCL MATCHES "^(AUTO|AOT|RTC)$")
+  message(FATAL_ERROR "PYDFLASH_SYCL must be OFF, AUTO, AOT or RTC, got ${PYDFLASH_SYCL}")
+endif()
+
 if(PYDFLASH_SYCL STREQUAL "RTC")
   find_path(PYDFLASH_SYCL_INCLUDE sycl/sycl.hpp HINTS "${sycl_prefix}/include")
   find_library(PYDFLASH_SYCL_LIBRARY sycl HINTS "${sycl_prefix}/lib")
@@ -37,3 +41,36 @@ if(NOT PYDFLASH_ICPX)
   set(PYDFLASH_SYCL_REASON "no icpx was found when it was built (Intel's oneAPI compiler; PYDFLASH_SYCL=RTC does without)")
   return()
 endif()
+
+set(PYDFLASH_SYCL_TARGETS "spir64_gen,spir64" CACHE STRING "-fsycl-targets: spir64_gen compiles for the devices below")
+set(PYDFLASH_SYCL_DEVICES "bmg,pvc" CACHE STRING "GPUs that spir64_gen compiles for, as ocloc names them")
+list(FILTER sycl_sources EXCLUDE REGEX "/rtc[.]cpp$")
+set(aot_options -fsycl "-fsycl-targets=${PYDFLASH_SYCL_TARGETS}" -fno-sycl-unnamed-lambda)
+set(aot_link "")
+if(PYDFLASH_SYCL_TARGETS MATCHES "spir64_gen")
+  set(aot_link -Xsycl-target-backend=spir64_gen "-device ${PYDFLASH_SYCL_DEVICES}")
+endif()
+# icpx would assume no NaN, no infinity and sums in any order.
+set(aot_compile -std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -fp-model=precise -ffp-contract=on
+    -DNDEBUG -DPYDFLASH_SYCL_AOT=1 -DPYDFLASH_BACKEND=sycl_backend -DPYDFLASH_MODULE=_sycl
+    -DPYDFLASH_HOST_MEMORY=false -DPYDFLASH_FUSED=1 "-I${CMAKE_CURRENT_SOURCE_DIR}/csrc")
+get_target_property(pybind_includes pybind11::headers INTERFACE_INCLUDE_DIRECTORIES)
+foreach(folder ${pybind_includes} ${Python_INCLUDE_DIRS})
+  list(APPEND aot_compile -isystem "${folder}")
+endforeach()
+set(aot_objects "")
+foreach(source csrc/bindings.cpp csrc/bindings_fused.cpp ${sycl_sources})
+  get_filename_component(name "${source}" NAME_WE)
+  get_filename_component(path "${source}" ABSOLUTE)
+  set(object "${CMAKE_CURRENT_BINARY_DIR}/sycl/${name}.o")
+  add_custom_command(OUTPUT "${object}" DEPENDS "${path}" DEPFILE "${object}.d" VERBATIM
+                     COMMAND "${PYDFLASH_ICPX}" ${aot_options} ${aot_compile} -MD -MT "${object}" -MF "${object}.d"
+                             -c "${path}" -o "${object}")
+  list(APPEND aot_objects "${object}")
+endforeach()
+set(aot_module "${CMAKE_CURRENT_BINARY_DIR}/_sycl${PYTHON_MODULE_EXTENSION}")
+file(MAKE_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/sycl")
+add_custom_command(OUTPUT "${aot_module}" DEPENDS ${aot_objects} VERBATIM
+                   COMMAND "${PYDFLASH_ICPX}" ${aot_options} ${aot_link} -shared ${aot_objects} -o "${aot_module}")
+add_custom_target(_sycl ALL DEPENDS "${aot_module}")
+install(PROGRAMS "${aot_module}" DESTINATION pydflash)
