@@ -54,8 +54,7 @@ endif()
 set(aot_compile -std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -fp-model=precise -ffp-contract=on
     -DNDEBUG -DPYDFLASH_SYCL_AOT=1 -DPYDFLASH_BACKEND=sycl_backend -DPYDFLASH_MODULE=_sycl
     -DPYDFLASH_HOST_MEMORY=false -DPYDFLASH_FUSED=1 "-I${CMAKE_CURRENT_SOURCE_DIR}/csrc")
-get_target_property(pybind_includes pybind11::headers INTERFACE_INCLUDE_DIRECTORIES)
-foreach(folder ${pybind_includes} ${Python_INCLUDE_DIRS})
+foreach(folder ${pybind11_INCLUDE_DIR} ${Python_INCLUDE_DIRS})
   list(APPEND aot_compile -isystem "${folder}")
 endforeach()
 set(aot_objects "")
