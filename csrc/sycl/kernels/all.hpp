@@ -11,4 +11,3 @@
 #include "sycl/kernels/path_viterbi.hpp"
 #include "sycl/kernels/reject_sample.hpp"
 #include "sycl/kernels/round_commit.hpp"
-#include "sycl/kernels/skinny_linear.hpp"
