@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cmath>
-#include <type_traits>
 
 #include "sycl/kernels/types.hpp"
 
@@ -103,15 +102,6 @@ Words load_words(const T* from, bool aligned) {
   return words;
 }
 
-// A number of 16 bits as float: a shift where the type is bfloat16.
-template <class T>
-float widen_bits(uint16_t bits) {
-  if constexpr (std::is_same_v<T, bfloat>)
-    return to_float(bf16{bits});
-  else
-    return widen(::sycl::bit_cast<T>(bits));
-}
-
 // Elements 4 n to 4 n + 3 of the words.
 template <class T>
 Four unpack(const Words& words, int n) {
@@ -121,7 +111,7 @@ Four unpack(const Words& words, int n) {
     if constexpr (sizeof(T) == 4)
       four[i] = ::sycl::bit_cast<float>(uint32_t(words[i]));
     else
-      four[i] = widen_bits<T>(uint16_t(words[2 * n + i / 2] >> (i % 2 * 16)));
+      four[i] = widen(::sycl::bit_cast<T>(uint16_t(words[2 * n + i / 2] >> (i % 2 * 16))));
   }
   return four;
 }

@@ -4,22 +4,27 @@
 #include <sycl/sycl.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "numeric.h"
 
 namespace pydflash::sycl_backend {
 
-// Storage types of kernels. Arithmetic is done in float: read with widen(), written with narrow<T>().
-using bfloat = ::sycl::ext::oneapi::bfloat16;
+// Storage types of kernels. Arithmetic is done in float: read with widen(), written with narrow<T>(). bfloat is bits of
+// our own: the runtime's bfloat16 needs a device image of its own, on which RTC's cache (2026.0) reads a null pointer.
+using bfloat = bf16;
 using half = ::sycl::half;
 
 inline float widen(float x) { return x; }
-inline float widen(bfloat x) { return static_cast<float>(x); }
+inline float widen(bfloat x) { return to_float(x); }
 inline float widen(half x) { return static_cast<float>(x); }
 
 template <class T>
 T narrow(float x) {
-  return static_cast<T>(x);
+  if constexpr (std::is_same_v<T, bfloat>)
+    return from_float<bfloat>(x);
+  else
+    return static_cast<T>(x);
 }
 
 // Strides in elements, by value in a kernel's fields.
