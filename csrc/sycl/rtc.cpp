@@ -54,7 +54,9 @@ Bundle compile(const ::sycl::queue& queue, const std::string& unit) {
   try {
     auto source = syclexp::create_kernel_bundle_from_source(
         queue.get_context(), syclexp::source_language::sycl, source_of(unit), syclexp::properties{headers});
-    const std::vector<std::string> options{"-I.", "-std=c++17", "-fno-fast-math", "-ffp-contract=on"};
+    // An image per kernel: the runtime (2026.0) keeps views of names that are gone, and compares those of one image.
+    const std::vector<std::string> options{"-I.", "-std=c++17", "-fno-fast-math", "-ffp-contract=on",
+                                           "-fsycl-device-code-split=per_kernel"};
     return syclexp::build(source, {queue.get_device()},
                           syclexp::properties{syclexp::build_options{options}, syclexp::save_log{&log}});
   } catch (const std::exception& error) {
