@@ -96,6 +96,13 @@ def name_for(device_type: str) -> str:
     return _on_cpu.get() if device_type == "cpu" else {"xpu": "sycl"}.get(device_type, device_type)
 
 
+def accelerator(device: Any) -> Any:
+    """torch.cuda or torch.xpu for a device of theirs, whose streams and events go by the same names; else None."""
+    import torch
+
+    return getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
+
+
 @contextmanager
 def running(name: str) -> Iterator[None]:
     """Inside the block backend `name`, "cpu" or "sycl", runs the ops on tensors of the CPU.

@@ -185,7 +185,8 @@ class Speculator:
             reason = "backend='reference'" if not own else f"a drafter of type {type(drafter).__name__}"
         if target_path == "fast" and reason is not None:
             raise ValueError(f"Speculator: target_path must be 'generic' or 'auto' with {reason}, got 'fast'")
-        if target_path == "fast" or (target_path == "auto" and target.device.type == "cuda" and reason is None):
+        on_gpu = _backends.accelerator(target.device) is not None
+        if target_path == "fast" or (target_path == "auto" and on_gpu and reason is None):
             from .device_loop import DeviceLoop
             from .target_fast import FastTarget
 
