@@ -1,6 +1,7 @@
 // RTC: kernels are compiled by the runtime itself, a unit at a time, from the text of the headers.
 #include "sycl/launch.hpp"
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -57,8 +58,13 @@ Bundle compile(const ::sycl::queue& queue, const std::string& unit) {
     // An image per kernel: the runtime (2026.0) keeps views of names that are gone, and compares those of one image.
     const std::vector<std::string> options{"-I.", "-std=c++17", "-fno-fast-math", "-ffp-contract=on",
                                            "-fsycl-device-code-split=per_kernel"};
-    return syclexp::build(source, {queue.get_device()},
-                          syclexp::properties{syclexp::build_options{options}, syclexp::save_log{&log}});
+    const syclexp::properties how{syclexp::build_options{options}, syclexp::save_log{&log}};
+    const std::vector<::sycl::device> devices{queue.get_device()};
+    // With its cache on, the runtime gives fresh and stored code other keys: what is built here is built from stored
+    // code, so that the next process finds it.
+    if (const char* cache = std::getenv("SYCL_CACHE_PERSISTENT"); cache != nullptr && std::string(cache) == "1")
+      syclexp::compile(source, devices, how);
+    return syclexp::build(source, devices, how);
   } catch (const std::exception& error) {
     throw std::runtime_error("sycl: the kernels '" + unit + "' do not compile: " + error.what() + "\n" + log);
   }

@@ -147,29 +147,30 @@ struct BlockAttention {
       return rows;
     };
 
+    // One loop over the steps of the context, then those of the block: the compiler sees the long body once.
     Rows rows;
-    const auto step = [&](uint32_t seen) {
-      if (own_rows > 0)
-        rows.step(lanes, query, own_row, keys, values, shape.head_dim, shape.factor, seen);
-      ::sycl::group_barrier(item.get_group());
-    };
     const RingSteps ring(shape.capacity, length, lowest);
-    for (int n = place.split; n < ring.count; n += shape.splits) {
-      const int32_t row = ring.row(n);
-      load_keys(place, thread, threads, k_cache, shape.k_cache, v_cache, shape.v_cache, row,
-                [&](int32_t i) { return ring.position(i) >= lowest; });
+    const int context_steps = ::sycl::max(0, (ring.count - place.split + shape.splits - 1) / shape.splits);
+    const int block_steps = place.split == shape.splits - 1 ? (shape.slots + kStepKeys - 1) / kStepKeys : 0;
+    PYDFLASH_ROLLED
+    for (int n = 0; n < context_steps + block_steps; ++n) {
+      const bool in_block = n >= context_steps;
+      const int32_t row = in_block ? (n - context_steps) * kStepKeys : ring.row(place.split + n * shape.splits);
+      load_keys(place, thread, threads, in_block ? k_block : k_cache, in_block ? shape.k_block : shape.k_cache,
+                in_block ? v_block : v_cache, in_block ? shape.v_block : shape.v_cache, row, [&](int32_t i) {
+                  return in_block ? (any_bits >> (i & 63) & 1) != 0 : ring.position(i) >= lowest;
+                });
       ::sycl::group_barrier(item.get_group());
       const int32_t position = ring.position(row + lane);
-      step(rows_that([&](int r) { return position >= ::sycl::group_broadcast(lanes, own_first, r); }));
-    }
-    const int block_keys = place.split == shape.splits - 1 ? shape.slots : 0;
-    for (int row = 0; row < block_keys; row += kStepKeys) {
-      load_keys(place, thread, threads, k_block, shape.k_block, v_block, shape.v_block, row,
-                [&](int32_t i) { return (any_bits >> i & 1) != 0; });
+      uint32_t seen;
+      if (in_block)
+        seen = rows_that([&](int r) {
+          return (::sycl::group_broadcast(lanes, own_bits, r) >> ((row + lane) & 63) & 1) != 0;
+        });
+      else
+        seen = rows_that([&](int r) { return position >= ::sycl::group_broadcast(lanes, own_first, r); });
+      if (own_rows > 0) rows.step(lanes, query, own_row, keys, values, shape.head_dim, shape.factor, seen);
       ::sycl::group_barrier(item.get_group());
-      step(rows_that([&](int r) {
-        return (::sycl::group_broadcast(lanes, own_bits, r) >> (row + lane) & 1) != 0;
-      }));
     }
     store(place, lanes, own_row, own_rows, rows);
   }
@@ -248,25 +249,20 @@ struct BlockAttention {
   void store(const Place& place, const ::sycl::sub_group& lanes, int own_row, int own_rows, const Rows& rows) const {
     if (own_rows <= 0) return;
     const int first = place.first_row + own_row;
-    if (shape.splits == 1) {
-      rows.finish(
-          lanes, own_rows, shape.head_dim,
-          [&](int r, int column, float total, const Four& four) {
-            const float factor = total > 0 ? 1.0f / total : 0.0f;
-            store_four<T>(row_of(out, shape.out, place, first + r) + column, four * factor, shape.aligned != 0);
-          },
-          [](int, float, float) {});
-      return;
-    }
+    const bool whole = shape.splits == 1;
     const int64_t all = int64_t(shape.group) * shape.slots;
     const int64_t base = ((int64_t(place.batch) * shape.kv_heads + place.kv_head) * shape.splits + place.split) * all;
     rows.finish(
         lanes, own_rows, shape.head_dim,
         [&](int r, int column, float total, const Four& four) {
-          if (total > 0) *reinterpret_cast<Four*>(sums + (base + first + r) * shape.head_dim + column) = four;
+          if (whole)
+            store_four<T>(row_of(out, shape.out, place, first + r) + column, four * (total > 0 ? 1.0f / total : 0.0f),
+                          shape.aligned != 0);
+          else if (total > 0)
+            *reinterpret_cast<Four*>(sums + (base + first + r) * shape.head_dim + column) = four;
         },
         [&](int r, float top, float total) {
-          if (lanes.leader()) stats[2 * (base + first + r)] = top, stats[2 * (base + first + r) + 1] = total;
+          if (!whole && lanes.leader()) stats[2 * (base + first + r)] = top, stats[2 * (base + first + r) + 1] = total;
         });
   }
 };

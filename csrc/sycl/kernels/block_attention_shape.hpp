@@ -15,10 +15,8 @@
 // For the device's compiler alone. Launches ask the device whether it has sub-groups of 16.
 #if defined(__clang__)
 #define PYDFLASH_SUB_GROUP_OF_16 [[sycl::reqd_sub_group_size(16)]]
-#define PYDFLASH_UNROLL _Pragma("unroll")
 #else
 #define PYDFLASH_SUB_GROUP_OF_16
-#define PYDFLASH_UNROLL
 #endif
 
 namespace pydflash::sycl_backend {

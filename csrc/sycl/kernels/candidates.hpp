@@ -163,11 +163,11 @@ class Candidates {
   void each_token(uint64_t low, Visit visit) const {
     for (int g = team_.thread(); g < groups_; g += team_.size()) {
       if (order_key(tops_[g], g * kGroup) < low) continue;
-      float x[kGroup];
-      load_group(row_, vocab_size_, g, x);
-      for (int i = 0; i < kGroup; ++i)
-        if (g * kGroup + i < vocab_size_ && ordered(x[i]) >= uint32_t(low >> 32))
-          visit(order_key(x[i], g * kGroup + i), x[i]);
+      each_part(row_, vocab_size_, g, [&](int first, const float (&x)[kPart]) {
+        for (int i = 0; i < kPart; ++i)
+          if (first + i < vocab_size_ && ordered(x[i]) >= uint32_t(low >> 32))
+            visit(order_key(x[i], first + i), x[i]);
+      });
     }
   }
 

@@ -70,7 +70,7 @@ class RowLaw {
 
   // The masses of all groups, as the filters leave them.
   uint64_t measure() {
-    return leave([&](int g) { return mass_of(g, [](float (&)[kGroup]) {}); });
+    return leave([&](int g) { return mass_of(g, [](int, float (&)[kPart]) {}); });
   }
 
   // Replaces the masses by mass(group), and returns their sum.
@@ -86,17 +86,16 @@ class RowLaw {
     return team_.sum(sum);
   }
 
-  // For one work-item: the mass of a group after change(weights).
+  // For one work-item: the mass of a group after change(first id, weights) of its parts.
   template <class Change>
   uint64_t mass_of(int group, Change change) const {
     if (!(law_.weight(parts_.tops[group], group * kGroup) > 0)) return 0;
-    float x[kGroup];
-    load_group(row_, vocab_size_, group, x);
-    for (int i = 0; i < kGroup; ++i)
-      x[i] = group * kGroup + i < vocab_size_ ? law_.weight(x[i], group * kGroup + i) : 0.0f;
-    change(x);
     uint64_t sum = 0;
-    for (int i = 0; i < kGroup; ++i) sum += fixed(x[i], bits_);
+    each_part(row_, vocab_size_, group, [&](int first, float (&x)[kPart]) {
+      for (int i = 0; i < kPart; ++i) x[i] = first + i < vocab_size_ ? law_.weight(x[i], first + i) : 0.0f;
+      change(first, x);
+      for (int i = 0; i < kPart; ++i) sum += fixed(x[i], bits_);
+    });
     return sum;
   }
 

@@ -10,6 +10,7 @@ constexpr float kInfinity = __builtin_inff();
 // A work-item reads a group, so that nothing depends on the size of a sub-group: 64 or 128 bytes, whole cache lines
 // that a GPU's loads of 16 bytes a lane use up one after another.
 constexpr int kGroup = 32;
+constexpr int kPart = 8;  // of a group that is in registers at a time
 
 inline int num_groups(int vocab_size) { return (vocab_size + kGroup - 1) / kGroup; }
 
@@ -59,19 +60,30 @@ void widen_words(const ::sycl::vec<uint32_t, 4>& words, float* x) {
   }
 }
 
-// A group as floats; NaN and what lies behind the end of the row read as -inf.
+// Part of a group as floats; NaN and what lies behind the end of the row read as -inf.
 template <class T>
-void load_group(const T* row, int vocab_size, int group, float (&x)[kGroup]) {
+void load_part(const T* row, int vocab_size, int first, float* x) {
   constexpr int kVector = 16 / int(sizeof(T));
-  const T* from = row + int64_t(group) * kGroup;
-  const int left = vocab_size - group * kGroup;
-  if (left >= kGroup && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
+  const T* from = row + first;
+  const int left = vocab_size - first;
+  if (left >= kPart && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
     const auto* words = reinterpret_cast<const ::sycl::vec<uint32_t, 4>*>(from);
-    for (int i = 0; i < kGroup / kVector; ++i) widen_words<T>(words[i], x + i * kVector);
+    for (int i = 0; i < kPart / kVector; ++i) widen_words<T>(words[i], x + i * kVector);
   } else {
-    for (int i = 0; i < kGroup; ++i) x[i] = i < left ? widen(from[i]) : -kInfinity;
+    for (int i = 0; i < kPart; ++i) x[i] = i < left ? widen(from[i]) : -kInfinity;
   }
-  for (int i = 0; i < kGroup; ++i) x[i] = no_nan(x[i]);
+  for (int i = 0; i < kPart; ++i) x[i] = no_nan(x[i]);
+}
+
+// Calls use(first id, floats) for the parts of a group, which are not unrolled: what is done to them is long.
+template <class T, class Use>
+void each_part(const T* row, int vocab_size, int group, Use use) {
+  PYDFLASH_ROLLED
+  for (int first = group * kGroup; first < (group + 1) * kGroup; first += kPart) {
+    float x[kPart];
+    load_part(row, vocab_size, first, x);
+    use(first, x);
+  }
 }
 
 // Of every group of every row the largest logit; in rows of positive temperature also the sum of the weights relative
@@ -90,8 +102,9 @@ struct ScanRows {
     if (at >= count) return;
     const int groups = num_groups(vocab_size);
     const int64_t index = at / groups;
+    const T* row = Rows<T>{logits, stride, slots, vocab_size}.row(index);
     float x[kGroup];
-    load_group(Rows<T>{logits, stride, slots, vocab_size}.row(index), vocab_size, int(at % groups), x);
+    for (int i = 0; i < kGroup; i += kPart) load_part(row, vocab_size, int(at % groups) * kGroup + i, x + i);
     float top = x[0];
     for (int i = 1; i < kGroup; ++i) top = x[i] > top ? x[i] : top;
     tops[at] = top;

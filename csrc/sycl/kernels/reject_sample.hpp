@@ -35,12 +35,12 @@ struct DraftRow {
     return group;
   }
 
-  // q of the tokens of a group.
-  void load(int group, int vocab_size, float (&share)[kGroup]) const {
-    for (int i = 0; i < kGroup; ++i)
-      share[i] = ids == nullptr && group * kGroup + i < vocab_size ? probs[group * kGroup + i] : 0.0f;
+  // q of the tokens from `first` on.
+  void load(int first, int vocab_size, float (&share)[kPart]) const {
+    for (int i = 0; i < kPart; ++i) share[i] = ids == nullptr && first + i < vocab_size ? probs[first + i] : 0.0f;
     for (int c = 0; c < (ids == nullptr ? 0 : count); ++c)
-      if (group_of(c, vocab_size) == group) share[ids[c] % kGroup] += probs[c];
+      for (int i = 0; i < kPart; ++i)
+        if (ids[c] == first + i && first + i < vocab_size) share[i] += probs[c];
   }
 };
 
@@ -209,10 +209,10 @@ struct WalkSlots {
     const auto taken = [mass](float share) { return share > 0 ? share * mass : 0.0f; };  // NaN takes nothing
     const DraftRow q = DraftRows{draft_probs, draft_ids, draft_slots, num_candidates, draft_stride}.at(b, slot);
     const auto rest_of = [&](int group) {
-      return law.mass_of(group, [&](float (&weights)[kGroup]) {
-        float share[kGroup];
-        q.load(group, vocab_size, share);
-        for (int i = 0; i < kGroup; ++i) {
+      return law.mass_of(group, [&](int first, float (&weights)[kPart]) {
+        float share[kPart];
+        q.load(first, vocab_size, share);
+        for (int i = 0; i < kPart; ++i) {
           const float rest = weights[i] - taken(share[i]);
           weights[i] = rest > 0 ? rest : 0.0f;
         }

@@ -8,6 +8,15 @@
 
 #include "numeric.h"
 
+// For the device's compiler alone.
+#if defined(__clang__)
+#define PYDFLASH_UNROLL _Pragma("unroll")
+#define PYDFLASH_ROLLED _Pragma("nounroll")
+#else
+#define PYDFLASH_UNROLL
+#define PYDFLASH_ROLLED
+#endif
+
 namespace pydflash::sycl_backend {
 
 // Storage types of kernels. Arithmetic is done in float: read with widen(), written with narrow<T>(). bfloat is bits of
