@@ -45,6 +45,7 @@ const DeviceInfo& device_info(Stream stream) {
     at->second.compute_units = int(device.get_info<info::max_compute_units>());
     at->second.most_threads = int(device.get_info<info::max_work_group_size>());
     at->second.local_bytes = int64_t(device.get_info<info::local_mem_size>());
+    at->second.reads_host = device.has(::sycl::aspect::usm_system_allocations);
     for (const size_t size : device.get_info<info::sub_group_sizes>())
       if (size == 16) at->second.sub_groups_of_16 = true;
   }
@@ -53,9 +54,8 @@ const DeviceInfo& device_info(Stream stream) {
 
 namespace detail {
 
-void check_owned(const char* name, ::sycl::queue& queue, const void* pointer) {
-  if (pointer == nullptr || queue.get_device().has(::sycl::aspect::usm_system_allocations)) return;
-  if (::sycl::get_pointer_type(pointer, queue.get_context()) == ::sycl::usm::alloc::unknown)
+void check_owned(const char* name, const ::sycl::context& context, const void* pointer) {
+  if (pointer != nullptr && ::sycl::get_pointer_type(pointer, context) == ::sycl::usm::alloc::unknown)
     throw std::invalid_argument(std::string(name) + ": a tensor's memory does not belong to the queue's context");
 }
 

@@ -38,7 +38,7 @@ namespace pydflash::sycl_backend {
 struct DeviceInfo {
   int compute_units, most_threads;  // threads of a work-group
   int64_t local_bytes;              // local memory of a work-group
-  bool sub_groups_of_16;
+  bool sub_groups_of_16, reads_host;  // reads_host: any memory of the process
 };
 
 // The queue of a call: the borrowed one, or where there is none our own, which is in order and runs on the CPU.
@@ -81,11 +81,11 @@ template <class Kernel, class... Initializers>
 struct Takes<std::void_t<decltype(Kernel{std::declval<Initializers>()...})>, Kernel, Initializers...>
     : std::true_type {};
 
-// Throws where a queue's context does not own the memory.
-void check_owned(const char* name, ::sycl::queue& queue, const void* pointer);
+// Throws where the context of a queue does not own the memory.
+void check_owned(const char* name, const ::sycl::context& context, const void* pointer);
 template <class T>
-void check_argument(const char* name, ::sycl::queue& queue, T argument) {
-  if constexpr (std::is_pointer_v<T>) check_owned(name, queue, argument);
+void check_argument(const char* name, const ::sycl::context& context, T argument) {
+  if constexpr (std::is_pointer_v<T>) check_owned(name, context, argument);
 }
 
 void check_threads(const char* name, Stream stream, int threads);
@@ -105,7 +105,7 @@ void launch(const char* name, Stream stream, int64_t groups, int threads, Argume
   if (groups == 0) return;
   ::sycl::queue& queue = queue_of(stream);
   check_threads(name, stream, threads);
-  if (stream.handle != nullptr) (check_argument(name, queue, arguments), ...);
+  if (!device_info(stream).reads_host) (check_argument(name, queue.get_context(), arguments), ...);
   const ::sycl::nd_range<1> range(size_t(groups) * size_t(threads), size_t(threads));
 #if PYDFLASH_SYCL_AOT
   queue.submit([&](::sycl::handler& handler) {
