@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,48 @@ def test_memory_of_another_context_is_refused(library: ctypes.CDLL, queue: int) 
     for kind in (b"other", b"none"):
         assert library.check_memory(queue, kind, message, 200), kind
         assert message.value == b"an op: a tensor's memory does not belong to the queue's context"
+
+
+# --- the scan -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "found"),
+    [
+        ("add_rms_norm", "#pragma once", "#pragma once", ""),
+        ("add_rms_norm", "eps", "eps + 1e-9", "a constant of type double: .*1e-9"),
+        ("lattice", "float", "double", "a double"),
+        (
+            "team",
+            "int thread() const {",
+            "int thread() const { const int lane = 0; return lane % 32;",
+            "sub-group size",
+        ),
+        ("block_attention", "PYDFLASH_SUB_GROUP_OF_16", "", "an assumed sub-group size: sub-groups are used"),
+        (
+            "block_attention_shape",
+            "reqd_sub_group_size(16)",
+            "reqd_sub_group_size(32)",
+            "sub-groups of 32 are required",
+        ),
+    ],
+)
+def test_the_scan_finds_what_only_a_gpu_would_refuse(
+    kernel: str, old: str, new: str, found: str, tmp_path: Path
+) -> None:
+    script = ROOT / ".ci/check_sycl.py"
+    if not script.exists():
+        pytest.skip("the scan is not part of an sdist")
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    header = tmp_path / f"csrc/sycl/kernels/{kernel}.hpp"
+    text = header.read_text()
+    assert old in text
+    header.write_text(text.replace(old, new))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "csrc/sycl")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == bool(found)
+    assert re.search(found, done.stdout)
 
 
 # --- the runtime ----------------------------------------------------------------------------------------------
