@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ def test_a_copy_of_the_target_is_optimised(dtype: torch.dtype, monkeypatch: pyte
             model.get_output_embeddings().weight.zero_()  # type: ignore[attr-defined]
         return model
 
-    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", SimpleNamespace(optimize=optimize))
+    module: Any = ModuleType("intel_extension_for_pytorch")
+    module.optimize, module.__spec__ = optimize, ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     model, _ = pair(2, "cpu")
     model = type(model)(model.config).to(dtype)
     spec = Speculator(model, None, optimize="ipex")
