@@ -1,0 +1,66 @@
+#include "cuda/skinny_linear.cuh"
+
+#include <algorithm>
+
+#include "cuda/tensor_map.cuh"
+
+namespace pydflash::cuda {
+namespace {
+
+constexpr int kStageMemory = 99 * 1024;  // leaves room for the next kernel's blocks beside these
+constexpr int kDeep = 2048;              // columns from which two blocks share them
+
+// By the weights' shapes alone: a sum is added in the same order for every number of tokens.
+SkinnyPlan plan_for(const SkinnyLinearParams& p, int tokens, const DeviceInfo& info) {
+  SkinnyPlan plan{};
+  plan.p = p;
+  int64_t rows = 0;
+  for (int i = 0; i < p.num_weights; ++i) rows += p.out_features[i];
+  plan.ranks = p.in_features >= kDeep && rows <= int64_t(kTileRows) * (info.multiprocessors / 2) ? 2 : 1;
+  const int64_t clusters = info.multiprocessors / plan.ranks;
+  for (int64_t turns = 1; plan.half == 0 || 2 * plan.half > kTileRows; ++turns)
+    plan.half = int((rows + clusters * turns - 1) / (clusters * turns) + 15) / 16 * 8;
+  int halves = 0;
+  for (int i = 0; i < p.num_weights; ++i) halves += (p.out_features[i] + plan.half - 1) / plan.half;
+  plan.tiles = (halves + 1) / 2;
+  plan.chunks = (p.in_features + kPieces * kColumns - 1) / (kPieces * kColumns);
+  const int memory = std::min(kStageMemory, info.shared_bytes) - kSkinnyFixedBytes;
+  plan.stages = std::min(kMostStages, memory / plan.stage_bytes(tokens));
+  plan.paired = reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_stride % 2 == 0;
+  for (int i = 0; i < p.num_weights; ++i) plan.paired = plan.paired && p.out_features[i] % 2 == 0;
+  return plan;
+}
+
+void make_map(CUtensorMap* map, const SkinnyLinearParams& p, const void* data, int64_t rows, int64_t stride,
+              int box_rows) {
+  if (!make_tensor_map<2>(map, p.dtype, data, {p.in_features, rows}, {stride}, {kColumns, box_rows}))
+    throw std::runtime_error("skinny_linear: the driver takes no tensor map of these shapes");
+}
+
+template <class T, int kTokens>
+void run(const SkinnyLinearParams& p, Stream stream) {
+  const DeviceInfo& info = device_info(stream.device);
+  SkinnyPlan plan = plan_for(p, kTokens, info);
+  for (int i = 0; i < p.num_weights; ++i)
+    make_map(&plan.weight_maps[i], p, p.weights[i], p.out_features[i], p.in_features, plan.half);
+  make_map(&plan.x_map, p, p.x, p.rows, p.x_stride, kTokens);
+  const int clusters = std::min(info.multiprocessors / plan.ranks, plan.tiles);
+  launch_clusters("skinny_linear", skinny_linear_kernel<T, kTokens>, plan.ranks, clusters * plan.ranks,
+                  kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + kSkinnyFixedBytes, stream, plan);
+}
+
+template <class T>
+void run(const SkinnyLinearParams& p, Stream stream) {
+  p.rows <= 8 ? run<T, 8>(p, stream) : run<T, 16>(p, stream);
+}
+
+}  // namespace
+
+void skinny_linear(const SkinnyLinearParams& p, Stream stream) {
+  if (const int capability = device_info(stream.device).capability; capability < 90)
+    throw std::invalid_argument("skinny_linear: the GPU must have compute capability 9.0 or newer, got " +
+                                std::to_string(capability / 10) + "." + std::to_string(capability % 10));
+  p.dtype == DType::bf16 ? run<bf16>(p, stream) : run<f16>(p, stream);
+}
+
+}  // namespace pydflash::cuda
