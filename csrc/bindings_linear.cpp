@@ -5,7 +5,7 @@ namespace pydflash {
 namespace {
 
 void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const std::vector<MaybeCapsule>& biases,
-                   bool gated, Capsule out_, uintptr_t stream, int device) {
+                   bool gated, bool prefetch, Capsule out_, uintptr_t stream, int device) {
   const char* op = "skinny_linear";
   TensorView x(op, "x", x_), out(op, "out", out_);
   x.floating().shape({-1, -1}, "[M, K]").row_contiguous();
@@ -37,6 +37,7 @@ void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const st
   out.like(x).shape({rows, gated ? total / 2 : total}, "[M, N]").row_contiguous();
   if (out.empty()) return;
   p.rows = int(rows), p.in_features = int(in_features), p.num_weights = int(weights.size()), p.gated = gated;
+  p.prefetch = prefetch;
   p.dtype = x.dtype(), p.x = x.data(), p.x_stride = rows == 1 ? in_features : x.stride(0);
   p.out = out.data(), p.out_stride = out.stride(0);
   py::gil_scoped_release nogil;

@@ -223,10 +223,11 @@ struct RoundCommitParams {
 };
 
 // out[m, :] = x[m] @ weight^T (+ bias) of up to three weights [out_features[i], in_features] side by side, summed in
-// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used.
+// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used. prefetch: weights
+// go to the device's cache while the kernel before this one runs.
 struct SkinnyLinearParams {
   int rows, in_features, num_weights;
-  bool gated;
+  bool gated, prefetch;
   DType dtype;
   const void* x;  // [rows, in_features]
   int64_t x_stride;

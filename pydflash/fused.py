@@ -62,7 +62,11 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def skinny_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, gated: bool = False
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    gated: bool = False,
+    prefetch: bool = False,
 ) -> Tensor:
     """Few rows through up to three linear layers that read the same input, at the speed of the weights' bytes.
 
@@ -73,13 +77,15 @@ def skinny_linear(
         weights: 1 to 3 of [N_i, K], contiguous.
         biases: One [N_i] or None each.
         gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
+        prefetch: Whether weights go to the L2 cache while the kernel before this one runs; a gain after one that
+            leaves the memory idle.
 
     Returns: [M, sum of N_i], or [M, N_0] where gated. Sums in float32, rounded once.
 
     Raises: ValueError on shapes, dtypes or devices that do not fit; GPUs need compute capability 9.0.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated)
+    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated, prefetch)
 
 
 def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -45,7 +45,11 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def skinny_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, gated: bool = False
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    gated: bool = False,
+    prefetch: bool = False,
 ) -> Tensor:
     """Up to three linear layers side by side, or gated; see `pydflash.fused.skinny_linear`."""
     held = [None] * len(weights) if biases is None else biases

@@ -109,11 +109,11 @@ def test_a_row_is_the_same_beside_any_number_of_others(
         pytest.skip("the definition is torch's product, which promises nothing of the kind")
     x, weights, biases = inputs(16, in_features, out_features, torch.bfloat16, device)
     want = fused.skinny_linear(x, weights, biases, gated)
-    assert_matches(want, definition(x, weights, biases, gated))
+    assert_matches(want, definition(x, weights, biases, gated, True))
     for rows in range(1, 16):
         assert torch.equal(fused.skinny_linear(x[:rows], weights, biases, gated), want[:rows])
-    for _ in range(20):
-        assert torch.equal(fused.skinny_linear(x, weights, biases, gated), want)
+    for prefetch in [False, True] * 10:
+        assert torch.equal(fused.skinny_linear(x, weights, biases, gated, prefetch), want)
 
 
 @on_cuda
@@ -128,8 +128,8 @@ def test_strided_out(width: int, gated: bool) -> None:
     assert module is not None
     given = [_capsule(weight) for weight in weights], [_capsule(bias) for bias in biases]
     view = out[:9, 3 : columns + 3]
-    module.skinny_linear(_capsule(x), *given, gated, _capsule(view), torch.cuda.current_stream().cuda_stream, 0)
-    assert torch.equal(view, fused.skinny_linear(x, weights, biases, gated))
+    module.skinny_linear(_capsule(x), *given, gated, True, _capsule(view), torch.cuda.current_stream().cuda_stream, 0)
+    assert torch.equal(view, fused.skinny_linear(x, weights, biases, gated, True))
     view.fill_(float("nan"))
     assert out.isnan().all()
 
@@ -186,4 +186,4 @@ def test_chains_in_a_graph() -> None:
 def test_opcheck(device: torch.device) -> None:
     x, weights, biases = inputs(3, 64, (16, 16), torch.bfloat16, device)
     for gated in (False, True):
-        torch.library.opcheck(torch.ops.pydflash.skinny_linear.default, (x, weights, biases, gated))
+        torch.library.opcheck(torch.ops.pydflash.skinny_linear.default, (x, weights, biases, gated, True))

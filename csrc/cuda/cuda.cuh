@@ -42,7 +42,8 @@ class DeviceScope {
   int before_ = -1;
 };
 
-// Lets the next kernel of the stream start while this one runs; it stops at its own wait_for_predecessor().
+// Lets the next kernel of the stream start while this one runs; it stops at its own wait_for_predecessor(). Kernels that
+// change what others read before that do without: caches, lengths.
 __device__ __forceinline__ void release_successor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -43,7 +43,7 @@ void run(const SkinnyLinearParams& p, Stream stream) {
   SkinnyPlan plan = plan_for(p, kTokens, info);
   for (int i = 0; i < p.num_weights; ++i)
     make_map(&plan.weight_maps[i], p, p.weights[i], p.out_features[i], p.in_features, plan.half);
-  make_map(&plan.x_map, p, p.x, p.rows, p.x_stride, kTokens);
+  make_map(&plan.x_map, p, p.x, p.rows, p.x_stride, p.rows);  // rows beyond those hold anything
   const int clusters = std::min(info.multiprocessors / plan.ranks, plan.tiles);
   launch_clusters("skinny_linear", skinny_linear_kernel<T, kTokens>, plan.ranks, clusters * plan.ranks,
                   kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + kSkinnyFixedBytes, stream, plan);

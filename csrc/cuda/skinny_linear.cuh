@@ -78,12 +78,13 @@ __device__ void load_stages(const SkinnyPlan& plan, const Shared<kTokens>& share
     for (int n = 0; n < kPieces; ++n)
       copy_box(shared.tokens(stage, n), &plan.x_map, chunk * kStep + n * kColumns, 0, shared.full(stage), usual);
   };
+  const int bytes = plan.stage_bytes(plan.p.rows);
   const int count = share.tiles * (share.end - share.begin), early = count < plan.stages ? count : plan.stages;
   Rows rows[2];
   for (int i = 0, stage = 0, parity = 1, tile = share.first, chunk = share.begin; i < count; ++i) {
     if (chunk == share.begin) rows[0] = rows_of(plan, tile, 0), rows[1] = rows_of(plan, tile, 1);
     if (i >= plan.stages) wait_for_phase(shared.empty(stage), parity);
-    arrive_expecting(shared.full(stage), plan.stage_bytes(kTokens));
+    arrive_expecting(shared.full(stage), bytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -101,6 +102,20 @@ __device__ void load_stages(const SkinnyPlan& plan, const Shared<kTokens>& share
     }
     if (++stage == plan.stages) stage = 0, parity ^= 1;
     if (++chunk == share.end) chunk = share.begin, tile += share.step;
+  }
+}
+
+// Brings the rest of the first tile's rows into the L2 cache, by the multiplying warps.
+template <int kTokens>
+__device__ void prefetch_tile(const SkinnyPlan& plan, const Share& share) {
+  const int begin = (share.begin + plan.stages) * kPieces * kColumns;
+  const int bytes = 2 * (min(plan.p.in_features, share.end * kPieces * kColumns) - begin);
+  if (bytes <= 0 || share.tiles == 0) return;
+  for (int i = threadIdx.x; i < 2 * plan.half; i += 32 * kSkinnyWarps) {
+    const Rows rows = rows_of(plan, share.first, i >= plan.half);
+    const int64_t row = rows.first + (i >= plan.half ? i - plan.half : i);
+    if (row < plan.p.out_features[rows.weight])
+      prefetch_l2(static_cast<const uint16_t*>(plan.p.weights[rows.weight]) + row * plan.p.in_features + begin, bytes);
   }
 }
 
@@ -125,27 +140,23 @@ struct Multiplier {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       const uint32_t weights = shared.piece(stage, n) + weight_row, tokens = shared.tokens(stage, n);
+      constexpr int kSteps = kColumns / 16, kLoads = kSteps * kParts / 2;  // all loads come before their first use
+      uint32_t w[kSteps][4], x[kLoads][4];
 #pragma unroll
-      for (int column = 0; column < kColumns / 8; column += 4) {  // in units of 16 bytes, two steps of 16 columns
-        uint32_t w[2][4];
+      for (int step = 0; step < kSteps; ++step) load_matrices(w[step], weights + ((2 * step + lane / 16) ^ row) * 16);
 #pragma unroll
-        for (int step = 0; step < 2; ++step)
-          load_matrices(w[step], weights + ((column + 2 * step + lane / 16) ^ row) * 16);
-        if (kTokens == 8) {
-          uint32_t x[4];
-          load_matrices(x, tokens + row * 2 * kColumns + ((column + lane / 8) ^ row) * 16);
-          multiply<T>(sum[0], w[0], x[0], x[1]);
-          multiply<T>(sum[0], w[1], x[2], x[3]);
-        } else {
+      for (int i = 0; i < kLoads; ++i) {
+        if (kParts == 1)  // two steps of 8 tokens
+          load_matrices(x[i], tokens + row * 2 * kColumns + ((4 * i + lane / 8) ^ row) * 16);
+        else
+          load_matrices(x[i], tokens + (lane / 16 * 8 + row) * 2 * kColumns + ((2 * i + lane / 8 % 2) ^ row) * 16);
+      }
 #pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            uint32_t x[4];
-            load_matrices(x, tokens + (lane / 16 * 8 + row) * 2 * kColumns +
-                                 ((column + 2 * step + lane / 8 % 2) ^ row) * 16);
-            multiply<T>(sum[0], w[step], x[0], x[1]);
-            multiply<T>(sum[kParts - 1], w[step], x[2], x[3]);
-          }
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        const uint32_t(&of)[4] = x[step * kParts / 2];
+        const int first = kParts == 1 ? step % 2 * 2 : 0;
+        multiply<T>(sum[0], w[step], of[first], of[first + 1]);
+        if (kParts == 2) multiply<T>(sum[kParts - 1], w[step], of[2], of[3]);
       }
     }
   }
@@ -283,6 +294,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2) skinny_linear_kernel(const 
     __syncwarp();
     if (plan.ranks > 1) cluster_wait();
   } else {
+    if (plan.p.prefetch) skinny::prefetch_tile<kTokens>(plan, share);
     wait_for_predecessor();
     if (plan.ranks > 1) cluster_wait();  // the barriers of both ranks are ready
     skinny::Multiplier<T, kTokens> multiplier{plan, shared, warp, lane, rank};

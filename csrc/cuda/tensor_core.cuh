@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t row) 
 }
 
 #define PYDFLASH_MMA(type)                                                                                          \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                               \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                               \
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                               \
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
