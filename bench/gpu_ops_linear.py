@@ -1,6 +1,6 @@
 """Times skinny_linear against cuBLAS (torch's F.linear) on a GPU, alone and in a decoder's order.
 
-    python bench/gpu_ops_linear.py [--rows 1 8 16] [--models NAME ...] [--repeats 7] [--out FILE]
+    python bench/gpu_ops_linear.py [--rows 1 8 16 32] [--models NAME ...] [--repeats 7] [--out FILE]
 
 Both sides are replayed in CUDA graphs over copies of the weights that are together far larger than the L2 cache.
 cuBLAS gets its best case: the weights that read one input are joined into one, and a gated pair is only multiplied,
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_time import copy_bandwidth, graph_ms
 from machine import machine
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,34 +74,6 @@ def size(weights: list[Tensor]) -> int:
     return sum(w.nbytes for w in weights)
 
 
-def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Of one replay of `run` in a graph; the median."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for repeat in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 2:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a copy of 2 GB on the GPU, read plus written."""
-    source = torch.ones(1 << 31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source), 7) / 1e6
-
-
 def single(
     in_features: int, out_features: list[int], gated: bool, rows: list[int], repeats: int
 ) -> list[dict[str, Any]]:
@@ -112,8 +84,8 @@ def single(
     results = []
     for count in rows:
         x = torch.randn(count, in_features, dtype=DTYPE, device="cuda")
-        ours = milliseconds(lambda x=x: [fused.skinny_linear(x, w, None, gated) for w in sets], repeats)
-        cublas = milliseconds(lambda x=x: [F.linear(x, w) for w in joined], repeats)
+        ours = graph_ms(lambda x=x: [fused.skinny_linear(x, w, None, gated) for w in sets], repeats)
+        cublas = graph_ms(lambda x=x: [F.linear(x, w) for w in joined], repeats)
         results.append(
             {"rows": count, "bytes": one, "ours_us": ours / copies * 1e3, "cublas_us": cublas / copies * 1e3}
         )
@@ -151,7 +123,7 @@ def chains(model: Model, rows: list[int], repeats: int) -> list[dict[str, Any]]:
     ]
     head = weight(model.vocab, model.hidden)
     total = sum(size(weights) for layer in layers for weights in layer) + head.nbytes
-    times = [milliseconds(chain(layers, head, count, False), repeats) for count in rows]
+    times = [graph_ms(chain(layers, head, count, False), repeats) for count in rows]
     for layer in layers:
         layer[:] = [[torch.cat(weights)] for weights in layer]
     return [
@@ -159,7 +131,7 @@ def chains(model: Model, rows: list[int], repeats: int) -> list[dict[str, Any]]:
             "rows": count,
             "bytes": total,
             "ours_us": ours * 1e3,
-            "cublas_us": milliseconds(chain(layers, head, count, True), repeats) * 1e3,
+            "cublas_us": graph_ms(chain(layers, head, count, True), repeats) * 1e3,
         }
         for count, ours in zip(rows, times, strict=True)
     ]
@@ -167,7 +139,7 @@ def chains(model: Model, rows: list[int], repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also write the results to this JSON file")

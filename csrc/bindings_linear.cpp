@@ -5,13 +5,13 @@ namespace pydflash {
 namespace {
 
 void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const std::vector<MaybeCapsule>& biases,
-                   bool gated, bool prefetch, Capsule out_, uintptr_t stream, int device) {
+                   bool gated, Capsule out_, uintptr_t stream, int device) {
   const char* op = "skinny_linear";
   TensorView x(op, "x", x_), out(op, "out", out_);
   x.floating().shape({-1, -1}, "[M, K]").row_contiguous();
   const int64_t rows = x.dim(0), in_features = x.dim(1);
   if (x.dtype() == DType::f32) x.fail("bfloat16 or float16", "float32");
-  if (rows > 16) x.fail("at most 16 rows", text(rows));
+  if (rows > 32) x.fail("at most 32 rows", text(rows));
   if (in_features < 8 || in_features % 8 != 0) x.fail("[M, K] with K a multiple of 8", text("K = ", in_features));
   const auto on_16_bytes = [](const TensorView& view) {
     return reinterpret_cast<uintptr_t>(view.data()) % 16 == 0 && (view.dim(0) < 2 || view.stride(0) % 8 == 0);
@@ -37,7 +37,6 @@ void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const st
   out.like(x).shape({rows, gated ? total / 2 : total}, "[M, N]").row_contiguous();
   if (out.empty()) return;
   p.rows = int(rows), p.in_features = int(in_features), p.num_weights = int(weights.size()), p.gated = gated;
-  p.prefetch = prefetch;
   p.dtype = x.dtype(), p.x = x.data(), p.x_stride = rows == 1 ? in_features : x.stride(0);
   p.out = out.data(), p.out_stride = out.stride(0);
   py::gil_scoped_release nogil;

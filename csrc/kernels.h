@@ -223,11 +223,10 @@ struct RoundCommitParams {
 };
 
 // out[m, :] = x[m] @ weight^T (+ bias) of up to three weights [out_features[i], in_features] side by side, summed in
-// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used. prefetch: weights
-// go to the device's cache while the kernel before this one runs.
+// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used.
 struct SkinnyLinearParams {
   int rows, in_features, num_weights;
-  bool gated, prefetch;
+  bool gated;
   DType dtype;
   const void* x;  // [rows, in_features]
   int64_t x_stride;

@@ -14,7 +14,7 @@ _SCHEMAS = (
     "add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, float weight_offset, bool round_first)"
     " -> (Tensor, Tensor)",
     "swiglu(Tensor x) -> Tensor",
-    "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated, bool prefetch) -> Tensor",
+    "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor",
     "head_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin,"
     " Tensor lengths, Tensor depths, Tensor(a!) k_block, Tensor(b!) v_block, int num_heads, int rotary_dim,"
     " bool interleaved, float weight_offset, bool round_first) -> Tensor",
@@ -64,14 +64,12 @@ def _half(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def skinny_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool, prefetch: bool
-) -> Tensor:
+def skinny_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool) -> Tensor:
     module, stream, device = _module("skinny_linear", x, *weights, *biases)
     out = _linear_out(x, weights, gated)
     given = [_capsule(bias) for bias in biases]
     module.skinny_linear(
-        _capsule(_rows(x)), [_capsule(w) for w in weights], given, gated, prefetch, _capsule(out), stream, device
+        _capsule(_rows(x)), [_capsule(w) for w in weights], given, gated, _capsule(out), stream, device
     )
     return out
 
@@ -191,7 +189,7 @@ for _name, _impl, _plain in (
 torch.library.register_fake("pydflash::add_rms_norm", lambda x, delta, *_: _norm_outputs(x, delta), lib=library)
 torch.library.register_fake("pydflash::swiglu", _half, lib=library)
 torch.library.register_fake(
-    "pydflash::skinny_linear", lambda x, weights, biases, gated, _: _linear_out(x, weights, gated), lib=library
+    "pydflash::skinny_linear", lambda x, weights, biases, gated: _linear_out(x, weights, gated), lib=library
 )
 torch.library.register_fake(
     "pydflash::head_norm_rope", lambda qkv, *rest: _heads_out(qkv, rest[7], rest[9]), lib=library

@@ -27,12 +27,11 @@ class Projection:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     gated: bool = False  # silu(first) * second
-    prefetch: bool = False  # see `fused.skinny_linear`
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
         if fused.takes_skinny(x, self.weights):
-            return fused.skinny_linear(x, self.weights, self.biases, self.gated, self.prefetch)
+            return fused.skinny_linear(x, self.weights, self.biases, self.gated)
         if (one := self._joined()) is not None:
             out = F.linear(x, *one)
             return fused.swiglu(out) if self.gated else out

@@ -68,9 +68,8 @@ def decoder_of(
     return DrafterDecoder(config, layers, final_norm, fc)
 
 
-def _plain(linear: nn.Linear, **options: bool) -> Projection:
-    bias = None if linear.bias is None else linear.bias.detach()
-    return Projection((linear.weight.detach(),), (bias,), **options)
+def _plain(linear: nn.Linear) -> Projection:
+    return Projection((linear.weight.detach(),), (None if linear.bias is None else linear.bias.detach(),))
 
 
 def _convolution(conv: BlockConv | None) -> Convolution | None:
@@ -87,7 +86,7 @@ def _layer(layer: DrafterLayer, window: int, causal: bool) -> LayerWeights:
         _plain(layer.qkv_proj),
         layer.q_norm.weight.detach(),
         layer.k_norm.weight.detach(),
-        _plain(layer.o_proj, prefetch=True),
+        _plain(layer.o_proj),
         layer.post_attention_layernorm.weight.detach(),
         Projection((gate, up), (None, None), gated=True),
         _plain(layer.down_proj),

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _native_fused as native
 from .ops import run
 
-SKINNY_ROWS = 16  # at most, of skinny_linear
+SKINNY_ROWS = 32  # at most, of skinny_linear
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -66,26 +66,23 @@ def skinny_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     gated: bool = False,
-    prefetch: bool = False,
 ) -> Tensor:
     """Few rows through up to three linear layers that read the same input, at the speed of the weights' bytes.
 
     A row's result does not depend on the other rows, nor on how many there are, to the last bit.
 
     Args:
-        x: [M, K], M at most 16, K a multiple of 8; bfloat16 or float16.
+        x: [M, K], M at most 32, K a multiple of 8; bfloat16 or float16.
         weights: 1 to 3 of [N_i, K], contiguous.
         biases: One [N_i] or None each.
         gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
-        prefetch: Whether weights go to the L2 cache while the kernel before this one runs; a gain after one that
-            leaves the memory idle.
 
     Returns: [M, sum of N_i], or [M, N_0] where gated. Sums in float32, rounded once.
 
     Raises: ValueError on shapes, dtypes or devices that do not fit; GPUs need compute capability 9.0.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated, prefetch)
+    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated)
 
 
 def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -49,7 +49,6 @@ def skinny_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     gated: bool = False,
-    prefetch: bool = False,
 ) -> Tensor:
     """Up to three linear layers side by side, or gated; see `pydflash.fused.skinny_linear`."""
     held = [None] * len(weights) if biases is None else biases

@@ -130,7 +130,7 @@ def _is_plain(linear: object) -> bool:
     return type(linear) is nn.Linear and not hasattr(linear.weight, "__tensor_flatten__")
 
 
-def _projection(linears: list[Any], sizes: list[int] | None = None, **options: bool) -> Projection:
+def _projection(linears: list[Any], sizes: list[int] | None = None, gated: bool = False) -> Projection:
     """Linear layers side by side; one that is several already is cut into rows of `sizes`, which are views."""
     for linear in linears:
         if not _is_plain(linear):
@@ -140,7 +140,7 @@ def _projection(linears: list[Any], sizes: list[int] | None = None, **options: b
     if sizes is not None and len(weights) < len(sizes):
         weights = list(weights[0].split(sizes))
         biases = [None] * len(sizes) if biases[0] is None else list(biases[0].split(sizes))
-    return Projection(tuple(weights), tuple(biases), **options)
+    return Projection(tuple(weights), tuple(biases), gated)
 
 
 def _layer(layer: Any, window: int, sizes: tuple[int, int, int]) -> LayerWeights:
@@ -167,7 +167,7 @@ def _layer(layer: Any, window: int, sizes: tuple[int, int, int]) -> LayerWeights
         _projection(qkv, [heads * dim, kv_heads * dim, kv_heads * dim]),
         layer.self_attn.q_norm.weight.detach() if norms else None,
         layer.self_attn.k_norm.weight.detach() if norms else None,
-        _projection([attention["o_proj"]], prefetch=True),
+        _projection([attention["o_proj"]]),
         layer.post_attention_layernorm.weight.detach(),
         _projection(gate_up, [width, width], gated=True),
         _projection([mlp["down_proj"]]),

@@ -29,11 +29,6 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       : "memory");
 }
 
-// Starts bringing bytes, a multiple of 16, into the L2 cache.
-__device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // The same place in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t in_rank(uint32_t address, int rank) {
   uint32_t there;

@@ -7,7 +7,8 @@
 namespace pydflash::cuda {
 namespace {
 
-constexpr int kStageMemory = 99 * 1024;  // leaves room for the next kernel's blocks beside these
+// So much that no second block fits: the scheduler would put two on one multiprocessor and none on another.
+constexpr int kStageMemory = 150 * 1024;
 constexpr int kDeep = 2048;              // columns from which two blocks share them
 
 // By the weights' shapes alone: a sum is added in the same order for every number of tokens.
@@ -24,7 +25,7 @@ SkinnyPlan plan_for(const SkinnyLinearParams& p, int tokens, const DeviceInfo& i
   for (int i = 0; i < p.num_weights; ++i) halves += (p.out_features[i] + plan.half - 1) / plan.half;
   plan.tiles = (halves + 1) / 2;
   plan.chunks = (p.in_features + kPieces * kColumns - 1) / (kPieces * kColumns);
-  const int memory = std::min(kStageMemory, info.shared_bytes) - kSkinnyFixedBytes;
+  const int memory = std::min(kStageMemory, info.shared_bytes) - fixed_bytes(tokens);
   plan.stages = std::min(kMostStages, memory / plan.stage_bytes(tokens));
   plan.paired = reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_stride % 2 == 0;
   for (int i = 0; i < p.num_weights; ++i) plan.paired = plan.paired && p.out_features[i] % 2 == 0;
@@ -46,12 +47,12 @@ void run(const SkinnyLinearParams& p, Stream stream) {
   make_map(&plan.x_map, p, p.x, p.rows, p.x_stride, p.rows);  // rows beyond those hold anything
   const int clusters = std::min(info.multiprocessors / plan.ranks, plan.tiles);
   launch_clusters("skinny_linear", skinny_linear_kernel<T, kTokens>, plan.ranks, clusters * plan.ranks,
-                  kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + kSkinnyFixedBytes, stream, plan);
+                  kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + fixed_bytes(kTokens), stream, plan);
 }
 
 template <class T>
 void run(const SkinnyLinearParams& p, Stream stream) {
-  p.rows <= 8 ? run<T, 8>(p, stream) : run<T, 16>(p, stream);
+  p.rows <= 8 ? run<T, 8>(p, stream) : p.rows <= 16 ? run<T, 16>(p, stream) : run<T, 32>(p, stream);
 }
 
 }  // namespace

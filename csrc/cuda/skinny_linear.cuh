@@ -26,9 +26,9 @@ struct SkinnyPlan {
   __host__ __device__ int stage_bytes(int tokens) const { return kPieces * piece_bytes(tokens); }
 };
 
-// What is in shared memory beside the stages: a part of a sum for each warp and lane, then the barriers.
-constexpr int kSentBytes = kSkinnyWarps * 32 * int(sizeof(float4));
-constexpr int kSkinnyFixedBytes = kSentBytes + 8 * (2 * kMostStages + 2 * kSkinnyWarps);
+// What is in shared memory beside the stages: half of a sum for each warp and lane, then the barriers.
+__host__ __device__ constexpr int sent_bytes(int tokens) { return kSkinnyWarps * 32 * int(sizeof(float4)) * (tokens > 16 ? tokens / 16 : 1); }
+__host__ __device__ constexpr int fixed_bytes(int tokens) { return sent_bytes(tokens) + 8 * (2 * kMostStages + 2 * kSkinnyWarps); }
 
 #if __CUDA_ARCH__ >= 900
 namespace skinny {
@@ -61,8 +61,10 @@ struct Shared {
   __device__ uint32_t stage(int i) const { return base + i * plan.stage_bytes(kTokens); }
   __device__ uint32_t piece(int i, int n) const { return stage(i) + n * plan.piece_bytes(kTokens); }
   __device__ uint32_t tokens(int i, int n) const { return piece(i, n) + 2 * plan.half * 2 * kColumns; }
-  __device__ uint32_t sent(int warp, int lane) const { return stage(plan.stages) + (warp * 32 + lane) * 16; }
-  __device__ uint32_t full(int i) const { return stage(plan.stages) + kSentBytes + 8 * i; }
+  __device__ uint32_t sent(int n, int warp, int lane) const {
+    return stage(plan.stages) + ((n * kSkinnyWarps + warp) * 32 + lane) * int(sizeof(float4));
+  }
+  __device__ uint32_t full(int i) const { return stage(plan.stages) + sent_bytes(kTokens) + 8 * i; }
   __device__ uint32_t empty(int i) const { return full(kMostStages + i); }
   __device__ uint32_t arrived(int warp) const { return full(2 * kMostStages + warp); }
   __device__ uint32_t taken(int warp) const { return full(2 * kMostStages + kSkinnyWarps + warp); }
@@ -105,20 +107,6 @@ __device__ void load_stages(const SkinnyPlan& plan, const Shared<kTokens>& share
   }
 }
 
-// Brings the rest of the first tile's rows into the L2 cache, by the multiplying warps.
-template <int kTokens>
-__device__ void prefetch_tile(const SkinnyPlan& plan, const Share& share) {
-  const int begin = (share.begin + plan.stages) * kPieces * kColumns;
-  const int bytes = 2 * (min(plan.p.in_features, share.end * kPieces * kColumns) - begin);
-  if (bytes <= 0 || share.tiles == 0) return;
-  for (int i = threadIdx.x; i < 2 * plan.half; i += 32 * kSkinnyWarps) {
-    const Rows rows = rows_of(plan, share.first, i >= plan.half);
-    const int64_t row = rows.first + (i >= plan.half ? i - plan.half : i);
-    if (row < plan.p.out_features[rows.weight])
-      prefetch_l2(static_cast<const uint16_t*>(plan.p.weights[rows.weight]) + row * plan.p.in_features + begin, bytes);
-  }
-}
-
 // A multiplying warp: rows [16 * warp, + 16) of each tile, or 8 rows of either half where gated.
 template <class T, int kTokens>
 struct Multiplier {
@@ -140,23 +128,28 @@ struct Multiplier {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       const uint32_t weights = shared.piece(stage, n) + weight_row, tokens = shared.tokens(stage, n);
-      constexpr int kSteps = kColumns / 16, kLoads = kSteps * kParts / 2;  // all loads come before their first use
-      uint32_t w[kSteps][4], x[kLoads][4];
+      constexpr int kSteps = kColumns / 16, kLoads = kSteps * kParts / 2;
+      uint32_t w[kSteps][4], x[kLoads][4];  // all are loaded before the first is used
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_matrices(w[step], weights + ((2 * step + lane / 16) ^ row) * 16);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
+        constexpr int kPairs = kParts > 1 ? kParts / 2 : 1;
+        const int step = i / kPairs, first = i % kPairs * 16;
         if (kParts == 1)  // two steps of 8 tokens
           load_matrices(x[i], tokens + row * 2 * kColumns + ((4 * i + lane / 8) ^ row) * 16);
-        else
-          load_matrices(x[i], tokens + (lane / 16 * 8 + row) * 2 * kColumns + ((2 * i + lane / 8 % 2) ^ row) * 16);
+        else  // a step of 16 tokens
+          load_matrices(x[i], tokens + (first + lane / 16 * 8 + row) * 2 * kColumns +
+                                  ((2 * step + lane / 8 % 2) ^ row) * 16);
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint32_t(&of)[4] = x[step * kParts / 2];
-        const int first = kParts == 1 ? step % 2 * 2 : 0;
-        multiply<T>(sum[0], w[step], of[first], of[first + 1]);
-        if (kParts == 2) multiply<T>(sum[kParts - 1], w[step], of[2], of[3]);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          const uint32_t(&of)[4] = x[(step * kParts + i) / 2];
+          const int half = (step * kParts + i) % 2 * 2;
+          multiply<T>(sum[i], w[step], of[half], of[half + 1]);
+        }
       }
     }
   }
@@ -169,15 +162,16 @@ struct Multiplier {
     if (turn > 0) wait_for_rank(shared.taken(warp), (turn - 1) & 1);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      if (!owns(i)) store_to_rank(in_rank(shared.sent(warp, lane), rank ^ 1), {sum[i][0], sum[i][1], sum[i][2], sum[i][3]});
+      if (!owns(i)) store_to_rank(in_rank(shared.sent(i / 2, warp, lane), rank ^ 1), {sum[i][0], sum[i][1], sum[i][2], sum[i][3]});
     }
     __syncwarp();
     if (lane == 0) arrive_in_rank(in_rank(shared.arrived(warp), rank ^ 1));
     wait_for_rank(shared.arrived(warp), turn & 1);
-    const float4 other = read_shared(shared.sent(warp, lane));
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      if (owns(i)) sum[i][0] += other.x, sum[i][1] += other.y, sum[i][2] += other.z, sum[i][3] += other.w;
+      if (!owns(i)) continue;
+      const float4 other = read_shared(shared.sent(i / 2, warp, lane));
+      sum[i][0] += other.x, sum[i][1] += other.y, sum[i][2] += other.z, sum[i][3] += other.w;
     }
     __syncwarp();
     if (lane == 0) arrive_in_rank(in_rank(shared.taken(warp), rank ^ 1));
@@ -265,7 +259,7 @@ struct Multiplier {
 #endif
 
 template <class T, int kTokens>
-__global__ void __launch_bounds__(kSkinnyThreads, 2) skinny_linear_kernel(const __grid_constant__ SkinnyPlan plan) {
+__global__ void __launch_bounds__(kSkinnyThreads) skinny_linear_kernel(const __grid_constant__ SkinnyPlan plan) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) uint8_t memory[];
   release_successor();
@@ -294,7 +288,6 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2) skinny_linear_kernel(const 
     __syncwarp();
     if (plan.ranks > 1) cluster_wait();
   } else {
-    if (plan.p.prefetch) skinny::prefetch_tile<kTokens>(plan, share);
     wait_for_predecessor();
     if (plan.ranks > 1) cluster_wait();  // the barriers of both ranks are ready
     skinny::Multiplier<T, kTokens> multiplier{plan, shared, warp, lane, rank};
