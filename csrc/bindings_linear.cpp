@@ -1,4 +1,6 @@
 // skinny_linear, which not every backend of a device has.
+#include <algorithm>
+
 #include "bindings.h"
 
 namespace pydflash {
@@ -11,7 +13,7 @@ void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const st
   x.floating().shape({-1, -1}, "[M, K]").row_contiguous();
   const int64_t rows = x.dim(0), in_features = x.dim(1);
   if (x.dtype() == DType::f32) x.fail("bfloat16 or float16", "float32");
-  if (rows > 32) x.fail("at most 32 rows", text(rows));
+  if (rows > 16) x.fail("at most 16 rows", text(rows));
   if (in_features < 8 || in_features % 8 != 0) x.fail("[M, K] with K a multiple of 8", text("K = ", in_features));
   const auto on_16_bytes = [](const TensorView& view) {
     return reinterpret_cast<uintptr_t>(view.data()) % 16 == 0 && (view.dim(0) < 2 || view.stride(0) % 8 == 0);
@@ -43,8 +45,19 @@ void skinny_linear(Capsule x_, const std::vector<py::capsule>& weights, const st
   backend::skinny_linear(p, stream_of(stream, device));
 }
 
+float skinny_linear_balance(const std::vector<int>& out_features, int in_features, int device) {
+  if (out_features.empty() || out_features.size() > 3) refuse("skinny_linear_balance: out_features must be 1 to 3");
+  SkinnyLinearParams p{};
+  p.num_weights = int(out_features.size()), p.in_features = in_features;
+  std::copy(out_features.begin(), out_features.end(), p.out_features);
+  return backend::skinny_linear_balance(p, device);
+}
+
 }  // namespace
 
-void define_linear(py::module_& m) { m.def("skinny_linear", &skinny_linear); }
+void define_linear(py::module_& m) {
+  m.def("skinny_linear", &skinny_linear);
+  m.def("skinny_linear_balance", &skinny_linear_balance);
+}
 
 }  // namespace pydflash

@@ -269,6 +269,7 @@ namespace cuda {
 PYDFLASH_KERNELS(PYDFLASH_DECLARE)
 PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
 PYDFLASH_DECLARE(skinny_linear, SkinnyLinearParams)
+float skinny_linear_balance(const SkinnyLinearParams& params, int device);  // 1: all multiprocessors work all the time
 template <class Params>
 int64_t scratch_bytes(const Params&) {
   return 0;

@@ -15,8 +15,9 @@ from torch import Tensor
 from . import _native_fused as native
 from .ops import run
 
-SKINNY_ROWS = 32  # at most, of skinny_linear
+SKINNY_ROWS = 16  # at most, of skinny_linear
 HALF = (torch.bfloat16, torch.float16)
+_SMALL, _BALANCED = 8 << 20, 0.9  # bytes, and the share of a GPU's time that must be work
 
 
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
@@ -72,7 +73,7 @@ def skinny_linear(
     A row's result does not depend on the other rows, nor on how many there are, to the last bit.
 
     Args:
-        x: [M, K], M at most 32, K a multiple of 8; bfloat16 or float16.
+        x: [M, K], M at most 16, K a multiple of 8; bfloat16 or float16.
         weights: 1 to 3 of [N_i, K], contiguous.
         biases: One [N_i] or None each.
         gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
@@ -86,17 +87,19 @@ def skinny_linear(
 
 
 def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether `skinny_linear` is compiled for x [M, K] and these weights."""
+    """Whether `skinny_linear` takes x [M, K] and these weights, and faster than one product of them all."""
     rows, width = x.shape
     if not x.is_cuda or x.dtype not in HALF or not 0 < rows <= SKINNY_ROWS or width % 8 or x.stride(0) % 8:
         return False
     aligned = all(tensor.data_ptr() % 16 == 0 and tensor.is_contiguous() for tensor in weights)
-    return aligned and x.data_ptr() % 16 == 0 and _capability(x.device) >= (9, 0)
+    return aligned and x.data_ptr() % 16 == 0 and _balanced(tuple(map(len, weights)), width, x.device)
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _balanced(out_features: tuple[int, ...], in_features: int, device: torch.device) -> bool:
+    """Small weights always are: there the number of launches decides."""
+    balance = native.skinny_linear_balance(out_features, in_features, device)
+    return balance > 0 and (2 * sum(out_features) * in_features < _SMALL or balance >= _BALANCED)
 
 
 def head_norm_rope(

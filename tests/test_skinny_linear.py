@@ -55,7 +55,7 @@ def poison(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16, 17, 31, 32])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 15, 16])
 def test_rows_and_shapes(
     rows: int, in_features: int, out_features: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -68,7 +68,7 @@ def test_rows_and_shapes(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "width"), [(576, 1536), (200, 101), (4096, 1032), (4096, 8)])
-@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize("rows", [1, 8, 16])
 def test_gated(rows: int, in_features: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Factors are rounded before they are used, so a sum that rounds differently may move a factor by one step."""
     x, weights, biases = inputs(rows, in_features, (width, width), dtype, device)
@@ -78,7 +78,7 @@ def test_gated(rows: int, in_features: int, width: int, dtype: torch.dtype, devi
     assert_matches(got, definition(x, weights, biases, gated=True))
 
 
-@pytest.mark.parametrize("rows", [3, 16, 21])
+@pytest.mark.parametrize("rows", [3, 16])
 def test_strided_rows(rows: int, device: torch.device) -> None:
     x, weights, biases = inputs(rows, 1024, (264, 48), torch.bfloat16, device)
     wide = torch.full((rows, 1056), float("nan"), dtype=x.dtype, device=device)
@@ -107,10 +107,10 @@ def test_a_row_is_the_same_beside_any_number_of_others(
     """To the last bit, so that a verified block and plain decoding see the same numbers."""
     if device.type == "cpu":
         pytest.skip("the definition is torch's product, which promises nothing of the kind")
-    x, weights, biases = inputs(32, in_features, out_features, torch.bfloat16, device)
+    x, weights, biases = inputs(16, in_features, out_features, torch.bfloat16, device)
     want = fused.skinny_linear(x, weights, biases, gated)
     assert_matches(want, definition(x, weights, biases, gated))
-    for rows in range(1, 32):
+    for rows in range(1, 16):
         assert torch.equal(fused.skinny_linear(x[:rows], weights, biases, gated), want[:rows])
     for _ in range(20):
         assert torch.equal(fused.skinny_linear(x, weights, biases, gated), want)
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused() -> None:
     x, weights, _ = inputs(16, 64, (24, 24), torch.bfloat16, torch.device("cuda"))
     cases = [
         (x.float(), [w.float() for w in weights], False, "bfloat16 or float16"),
-        (x.repeat(3, 1)[:33], weights, False, "at most 32 rows"),
+        (x.repeat(2, 1)[:17], weights, False, "at most 16 rows"),
         (x[:, :60], [w[:, :60].contiguous() for w in weights], False, "multiple of 8"),
         (torch.zeros(4, 68, dtype=x.dtype, device="cuda")[:, 4:], weights, False, "16 bytes"),
         (x, [*weights, *weights], False, "1 to 3"),
@@ -149,6 +149,22 @@ def test_what_does_not_fit_is_refused() -> None:
     for rows, held, gated, message in cases:
         with pytest.raises(ValueError, match=message):
             fused.skinny_linear(rows, held, None, gated)
+
+
+@on_cuda
+def test_where_it_is_taken() -> None:
+    """Qwen3-8B's layers and small ones are; an uneven share for the multiprocessors, float32 and 17 rows are not."""
+    x = torch.zeros(16, 4096, dtype=torch.bfloat16, device="cuda")
+    wide = torch.zeros(24576, 4096, dtype=torch.bfloat16, device="cuda")
+    capable = torch.cuda.get_device_capability() >= (9, 0)
+    assert fused.takes_skinny(x[:, :64], [torch.zeros(96, 64, dtype=x.dtype, device="cuda")] * 3) is capable
+    assert not fused.takes_skinny(x.repeat(2, 1)[:17], [wide])
+    assert not fused.takes_skinny(x.float(), [wide.float()])
+    assert not fused.takes_skinny(torch.zeros(8, 68, dtype=x.dtype, device="cuda")[:, 4:], [wide[:, :64].contiguous()])
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132 and capable:
+        assert fused.takes_skinny(x, [wide[:4096], wide[4096:5120], wide[5120:6144]])
+        assert fused.takes_skinny(x, [wide[:12288], wide[12288:]])
+        assert not fused.takes_skinny(x, [wide[:10240]])
 
 
 @on_cuda

@@ -9,7 +9,8 @@ namespace {
 
 // So much that no second block fits: the scheduler would put two on one multiprocessor and none on another.
 constexpr int kStageMemory = 150 * 1024;
-constexpr int kDeep = 2048;              // columns from which two blocks share them
+constexpr int kDeep = 2048;   // columns from which two blocks share them
+constexpr int kTileCost = 8;  // what a tile costs beside its rows, in rows
 
 // By the weights' shapes alone: a sum is added in the same order for every number of tokens.
 SkinnyPlan plan_for(const SkinnyLinearParams& p, int tokens, const DeviceInfo& info) {
@@ -18,14 +19,19 @@ SkinnyPlan plan_for(const SkinnyLinearParams& p, int tokens, const DeviceInfo& i
   int64_t rows = 0;
   for (int i = 0; i < p.num_weights; ++i) rows += p.out_features[i];
   plan.ranks = p.in_features >= kDeep && rows <= int64_t(kTileRows) * (info.multiprocessors / 2) ? 2 : 1;
-  const int64_t clusters = info.multiprocessors / plan.ranks;
-  for (int64_t turns = 1; plan.half == 0 || 2 * plan.half > kTileRows; ++turns)
-    plan.half = int((rows + clusters * turns - 1) / (clusters * turns) + 15) / 16 * 8;
-  int halves = 0;
-  for (int i = 0; i < p.num_weights; ++i) halves += (p.out_features[i] + plan.half - 1) / plan.half;
-  plan.tiles = (halves + 1) / 2;
+  const int clusters = info.multiprocessors / plan.ranks;
+  int64_t least = INT64_MAX;
+  for (int half = 8; 2 * half <= kTileRows; half += 8) {
+    int halves = 0;
+    for (int i = 0; i < p.num_weights; ++i) halves += (p.out_features[i] + half - 1) / half;
+    const int tiles = (halves + 1) / 2, turns = (tiles + clusters - 1) / clusters;
+    const int64_t cost = int64_t(turns) * (2 * half + kTileCost);
+    if (cost > least) continue;
+    least = cost, plan.half = half, plan.tiles = tiles;
+    plan.balance = float(rows) / float(int64_t(clusters) * turns * 2 * half);
+  }
   plan.chunks = (p.in_features + kPieces * kColumns - 1) / (kPieces * kColumns);
-  const int memory = std::min(kStageMemory, info.shared_bytes) - fixed_bytes(tokens);
+  const int memory = std::min(kStageMemory, info.shared_bytes) - kFixedBytes;
   plan.stages = std::min(kMostStages, memory / plan.stage_bytes(tokens));
   plan.paired = reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_stride % 2 == 0;
   for (int i = 0; i < p.num_weights; ++i) plan.paired = plan.paired && p.out_features[i] % 2 == 0;
@@ -47,12 +53,12 @@ void run(const SkinnyLinearParams& p, Stream stream) {
   make_map(&plan.x_map, p, p.x, p.rows, p.x_stride, p.rows);  // rows beyond those hold anything
   const int clusters = std::min(info.multiprocessors / plan.ranks, plan.tiles);
   launch_clusters("skinny_linear", skinny_linear_kernel<T, kTokens>, plan.ranks, clusters * plan.ranks,
-                  kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + fixed_bytes(kTokens), stream, plan);
+                  kSkinnyThreads, plan.stages * plan.stage_bytes(kTokens) + kFixedBytes, stream, plan);
 }
 
 template <class T>
 void run(const SkinnyLinearParams& p, Stream stream) {
-  p.rows <= 8 ? run<T, 8>(p, stream) : p.rows <= 16 ? run<T, 16>(p, stream) : run<T, 32>(p, stream);
+  p.rows <= 8 ? run<T, 8>(p, stream) : run<T, 16>(p, stream);
 }
 
 }  // namespace
@@ -62,6 +68,11 @@ void skinny_linear(const SkinnyLinearParams& p, Stream stream) {
     throw std::invalid_argument("skinny_linear: the GPU must have compute capability 9.0 or newer, got " +
                                 std::to_string(capability / 10) + "." + std::to_string(capability % 10));
   p.dtype == DType::bf16 ? run<bf16>(p, stream) : run<f16>(p, stream);
+}
+
+float skinny_linear_balance(const SkinnyLinearParams& p, int device) {
+  const DeviceInfo& info = device_info(device);
+  return info.capability < 90 ? 0 : plan_for(p, 8, info).balance;
 }
 
 }  // namespace pydflash::cuda

@@ -20,15 +20,16 @@ struct SkinnyPlan {
   SkinnyLinearParams p;
   int tiles, half, chunks;  // chunks: stages of columns a tile
   int ranks, stages;
-  bool paired;  // two neighbours of a row of out are one aligned word
+  float balance;  // the share of the multiprocessors' turns that is work
+  bool paired;    // two neighbours of a row of out are one aligned word
 
   __host__ __device__ int piece_bytes(int tokens) const { return (2 * half + tokens) * 2 * kColumns; }
   __host__ __device__ int stage_bytes(int tokens) const { return kPieces * piece_bytes(tokens); }
 };
 
-// What is in shared memory beside the stages: half of a sum for each warp and lane, then the barriers.
-__host__ __device__ constexpr int sent_bytes(int tokens) { return kSkinnyWarps * 32 * int(sizeof(float4)) * (tokens > 16 ? tokens / 16 : 1); }
-__host__ __device__ constexpr int fixed_bytes(int tokens) { return sent_bytes(tokens) + 8 * (2 * kMostStages + 2 * kSkinnyWarps); }
+// What is in shared memory beside the stages: a part of a sum for each warp and lane, then the barriers.
+constexpr int kSentBytes = kSkinnyWarps * 32 * int(sizeof(float4));
+constexpr int kFixedBytes = kSentBytes + 8 * (2 * kMostStages + 2 * kSkinnyWarps);
 
 #if __CUDA_ARCH__ >= 900
 namespace skinny {
@@ -61,10 +62,8 @@ struct Shared {
   __device__ uint32_t stage(int i) const { return base + i * plan.stage_bytes(kTokens); }
   __device__ uint32_t piece(int i, int n) const { return stage(i) + n * plan.piece_bytes(kTokens); }
   __device__ uint32_t tokens(int i, int n) const { return piece(i, n) + 2 * plan.half * 2 * kColumns; }
-  __device__ uint32_t sent(int n, int warp, int lane) const {
-    return stage(plan.stages) + ((n * kSkinnyWarps + warp) * 32 + lane) * int(sizeof(float4));
-  }
-  __device__ uint32_t full(int i) const { return stage(plan.stages) + sent_bytes(kTokens) + 8 * i; }
+  __device__ uint32_t sent(int warp, int lane) const { return stage(plan.stages) + (warp * 32 + lane) * 16; }
+  __device__ uint32_t full(int i) const { return stage(plan.stages) + kSentBytes + 8 * i; }
   __device__ uint32_t empty(int i) const { return full(kMostStages + i); }
   __device__ uint32_t arrived(int warp) const { return full(2 * kMostStages + warp); }
   __device__ uint32_t taken(int warp) const { return full(2 * kMostStages + kSkinnyWarps + warp); }
@@ -134,13 +133,10 @@ struct Multiplier {
       for (int step = 0; step < kSteps; ++step) load_matrices(w[step], weights + ((2 * step + lane / 16) ^ row) * 16);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        constexpr int kPairs = kParts > 1 ? kParts / 2 : 1;
-        const int step = i / kPairs, first = i % kPairs * 16;
         if (kParts == 1)  // two steps of 8 tokens
           load_matrices(x[i], tokens + row * 2 * kColumns + ((4 * i + lane / 8) ^ row) * 16);
-        else  // a step of 16 tokens
-          load_matrices(x[i], tokens + (first + lane / 16 * 8 + row) * 2 * kColumns +
-                                  ((2 * step + lane / 8 % 2) ^ row) * 16);
+        else  // a step of 16
+          load_matrices(x[i], tokens + (lane / 16 * 8 + row) * 2 * kColumns + ((2 * i + lane / 8 % 2) ^ row) * 16);
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -162,7 +158,7 @@ struct Multiplier {
     if (turn > 0) wait_for_rank(shared.taken(warp), (turn - 1) & 1);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      if (!owns(i)) store_to_rank(in_rank(shared.sent(i / 2, warp, lane), rank ^ 1), {sum[i][0], sum[i][1], sum[i][2], sum[i][3]});
+      if (!owns(i)) store_to_rank(in_rank(shared.sent(warp, lane), rank ^ 1), {sum[i][0], sum[i][1], sum[i][2], sum[i][3]});
     }
     __syncwarp();
     if (lane == 0) arrive_in_rank(in_rank(shared.arrived(warp), rank ^ 1));
@@ -170,7 +166,7 @@ struct Multiplier {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       if (!owns(i)) continue;
-      const float4 other = read_shared(shared.sent(i / 2, warp, lane));
+      const float4 other = read_shared(shared.sent(warp, lane));
       sum[i][0] += other.x, sum[i][1] += other.y, sum[i][2] += other.z, sum[i][3] += other.w;
     }
     __syncwarp();
