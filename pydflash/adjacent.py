@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ def lay_together(linears: Sequence[nn.Linear]) -> None:
     The parameters stay what they are, with the values they have; only their place changes. Those that are not plain
     tensors, or were made in inference mode, stay.
     """
-    kinds = [[linear.weight for linear in linears], [linear.bias for linear in linears]]
-    for parameters in kinds:
+    weights: list[Any] = [linear.weight for linear in linears]
+    biases: list[Any] = [linear.bias for linear in linears]
+    for parameters in (weights, biases):
         if any(type(p) is not nn.Parameter or type(p.data) is not Tensor or p.is_inference() for p in parameters):
             return
         if joined(parameters) is None:
