@@ -178,10 +178,10 @@ def main() -> None:
         )
         case = {"batch": batch, "slots": slots, "context": context, "mask": mask}
         results.append(case | {"floor_us": floor, "us": times})
+        if args.out:  # after each, since FlexAttention takes minutes for all of them
+            args.out.write_text(json.dumps({"setup": setup, "results": results}, indent=2) + "\n")
         del shape
         torch.cuda.empty_cache()
-    if args.out:
-        args.out.write_text(json.dumps({"setup": setup, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
