@@ -128,7 +128,8 @@ class FastTarget:
         try:
             own = Recognised(target, self._windows)
             if (fault := wiring_fault(own, ids, self._run_at)) is None:
-                own.join_weights()
+                if self.device.type != "cpu":  # where weights may still lie in their file
+                    own.join_weights()
                 self.recognised = own
                 fault = self._fault(ids, expected)
         except UnknownForm as error:

@@ -70,9 +70,7 @@ class Recognised:
         return [_layer(layer, self._windows.get(i, 0), self._sizes) for i, layer in enumerate(self.target.layers)]
 
     def join_weights(self) -> None:
-        """Move the weights that read the same input to one place each, where a GPU takes them as one product."""
-        if self.target.device.type == "cpu":
-            return
+        """Move the weights that read the same input to one place each, so that they are one product."""
         for layer in cast("list[Any]", self.target.layers):
             lay_together(_linears(layer.self_attn, _QKV))
             lay_together(_linears(layer.mlp, _GATE_UP))
