@@ -3,7 +3,7 @@
     python bench/gpu_ops.py --json bench/results/gpu_ops.json
     python bench/gpu_ops.py attention sampling
 
-attention: torch's SDPA, FlexAttention, flash-attn, flashinfer; sampling: sort-based sampling,
+attention: torch's SDPA, FlexAttention, flash-attn, flashinfer; linear: cuBLAS; sampling: sort-based sampling,
 torch.topk, flashinfer; small: the same steps in torch, plain and compiled. What is not installed is left out. Each
 script has options of its own.
 """
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-GROUPS = ("attention", "sampling", "small")
+GROUPS = ("attention", "linear", "sampling", "small")
 
 
 def main() -> None:

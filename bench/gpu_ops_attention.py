@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_ops_linear import copy_bandwidth, milliseconds
+from gpu_time import copy_bandwidth, graph_ms
 from machine import machine
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -63,7 +63,7 @@ class Shape:
 
     def microseconds(self, calls: list[Callable[[], object]], repeats: int) -> float:
         calls = calls * max(1, 40 // len(calls))
-        return milliseconds(lambda: [call() for call in calls], repeats) * 1e3 / len(calls)
+        return graph_ms(lambda: [call() for call in calls], repeats) * 1e3 / len(calls)
 
     def ours(self) -> list[Callable[[], object]]:
         lengths = torch.full((self.batch,), self.context, dtype=torch.int32, device="cuda")
@@ -178,10 +178,10 @@ def main() -> None:
         )
         case = {"batch": batch, "slots": slots, "context": context, "mask": mask}
         results.append(case | {"floor_us": floor, "us": times})
+        if args.out:  # after each, since FlexAttention takes minutes for all of them
+            args.out.write_text(json.dumps({"setup": setup, "results": results}, indent=2) + "\n")
         del shape
         torch.cuda.empty_cache()
-    if args.out:
-        args.out.write_text(json.dumps({"setup": setup, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

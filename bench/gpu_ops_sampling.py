@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_ops_small import captured, copy_bandwidth, milliseconds
+from gpu_ops_small import captured
+from gpu_time import copy_bandwidth, milliseconds
 from machine import machine
 from torch import Tensor
 

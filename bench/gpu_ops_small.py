@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_time import copy_bandwidth, milliseconds
 from machine import machine
 from torch import Tensor
 
@@ -159,22 +160,6 @@ def captured(calls: list[Call], copies: int) -> torch.cuda.CUDAGraph:
         for i in range(copies):
             calls[i % len(calls)]()
     return graph
-
-
-def milliseconds(call: Call) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a large copy on the GPU, bytes read and written both counted; best of several, outside a graph."""
-    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    target.copy_(source)
-    return 2 * source.nbytes / min(milliseconds(partial(target.copy_, source)) for _ in range(9)) / 1e6
 
 
 def measure(build: Callable[[], Sides], copies: int, repeats: int, compiles: bool) -> tuple[int, dict[str, float]]:

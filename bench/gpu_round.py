@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_ops_small import milliseconds
+from gpu_time import copy_bandwidth, graph_ms, replay_ms
 from machine import machine
 from rich.console import Console
 from rich.table import Table
@@ -106,32 +105,6 @@ def build_drafter(shape: Shape, version: int) -> Drafter:
     if drafter.candidate_selector is not None:
         torch.nn.init.normal_(drafter.candidate_selector.successor_codebook, 0, 0.02)
     return drafter
-
-
-def graph_ms(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Median milliseconds of a captured graph of `run`."""
-    stream = torch.cuda.Stream()
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    return replay_ms(graph.replay, repeats)
-
-
-def replay_ms(replay: Callable[[], Any], repeats: int = 20) -> float:
-    torch.cuda.synchronize()
-    for _ in range(3):
-        replay()
-    return statistics.median(milliseconds(replay) for _ in range(repeats))
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a 4 GiB copy, bytes read and written both counted."""
-    source = torch.empty(1 << 31, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / replay_ms(lambda: target.copy_(source)) / 1e6
 
 
 def fill(rounds: DeviceRound, context: int) -> None:

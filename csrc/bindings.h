@@ -34,7 +34,14 @@ void* scratch_for(const Params& params, const Allocate& allocate) {
   return bytes == 0 ? nullptr : reinterpret_cast<void*>(allocate(bytes).template cast<uintptr_t>());
 }
 
-// Adds the ops of PYDFLASH_FUSED_KERNELS to a module.
+inline const void* maybe_weight(const char* op, const char* name, const MaybeCapsule& capsule, const TensorView& like,
+                                std::initializer_list<int64_t> shape, const char* letters) {
+  if (!capsule) return nullptr;
+  return TensorView(op, name, *capsule).like(like).shape(shape, letters).contiguous().data();
+}
+
+// Adds the ops of PYDFLASH_FUSED_KERNELS to a module, and skinny_linear.
 void define_fused(py::module_& m);
+void define_linear(py::module_& m);
 
 }  // namespace pydflash

@@ -4,12 +4,6 @@
 namespace pydflash {
 namespace {
 
-const void* maybe_weight(const char* op, const char* name, const MaybeCapsule& capsule, const TensorView& like,
-                         std::initializer_list<int64_t> shape, const char* letters) {
-  if (!capsule) return nullptr;
-  return TensorView(op, name, *capsule).like(like).shape(shape, letters).contiguous().data();
-}
-
 // cos and sin; returns the number of positions.
 int64_t check_tables(const char* op, const TensorView& cos, const TensorView& sin, int64_t rotary_dim,
                      int64_t head_dim) {
@@ -43,6 +37,18 @@ void add_rms_norm(Capsule x_, MaybeCapsule delta_, Capsule weight_, double eps, 
   p.out = out.data(), p.out_stride = out.stride(0);
   py::gil_scoped_release nogil;
   backend::add_rms_norm(p, stream_of(stream, device));
+}
+
+void swiglu(Capsule x_, Capsule out_, uintptr_t stream, int device) {
+  TensorView x("swiglu", "x", x_), out("swiglu", "out", out_);
+  x.floating().shape({-1, -1}, "[M, 2 N]").row_contiguous();
+  if (x.dim(1) % 2 != 0) x.fail("[M, 2 N]", text("a width of ", x.dim(1)));
+  out.like(x).shape({x.dim(0), x.dim(1) / 2}, "[M, N]").row_contiguous();
+  if (out.empty()) return;
+  if (x.dim(0) > 65535) x.fail("at most 65535 rows", text(x.dim(0)));
+  const SwigluParams p{int(x.dim(0)), int(x.dim(1) / 2), x.dtype(), x.data(), out.data(), x.stride(0), out.stride(0)};
+  py::gil_scoped_release nogil;
+  backend::swiglu(p, stream_of(stream, device));
 }
 
 void head_norm_rope(Capsule qkv_, MaybeCapsule q_weight_, MaybeCapsule k_weight_, double eps, Capsule cos_,
@@ -145,6 +151,7 @@ void round_commit(Capsule tokens_, Capsule index_, Capsule num_accepted_, Capsul
 
 void define_fused(py::module_& m) {
   m.def("add_rms_norm", &add_rms_norm);
+  m.def("swiglu", &swiglu);
   m.def("head_norm_rope", &head_norm_rope);
   m.def("context_append", &context_append);
   m.def("round_commit", &round_commit);

@@ -161,6 +161,15 @@ struct AddRmsNormParams {
   int64_t x_stride, delta_stride, out_stride;
 };
 
+// out = silu(first half of a row) * second half, each factor rounded before it is used.
+struct SwigluParams {
+  int rows, size;  // size: of a half
+  DType dtype;
+  const void* x;  // [rows, 2 * size]
+  void* out;      // [rows, size]
+  int64_t x_stride, out_stride;
+};
+
 // Splits a projection into heads, normalises q and k per head where they have a weight, and rotates them: the first
 // rotary_dim channels by the tables' row at lengths[b] + depths[i], in pairs (i, i + rotary_dim / 2) or (2i, 2i + 1).
 struct HeadNormRopeParams {
@@ -213,6 +222,20 @@ struct RoundCommitParams {
   int64_t* record;                      // [batch, slots + 1]: new tokens, -1 behind them; their number last
 };
 
+// out[m, :] = x[m] @ weight^T (+ bias) of up to three weights [out_features[i], in_features] side by side, summed in
+// float and rounded once. gated: out = silu(first) * second, each factor rounded before it is used.
+struct SkinnyLinearParams {
+  int rows, in_features, num_weights;
+  bool gated;
+  DType dtype;
+  const void* x;  // [rows, in_features]
+  int64_t x_stride;
+  const void *weights[3], *biases[3];
+  int out_features[3];
+  void* out;  // [rows, sum of out_features], or [rows, out_features[0]] where gated
+  int64_t out_stride;
+};
+
 // What every backend provides. PYDFLASH_KERNELS(apply) names each launch function with its params.
 #define PYDFLASH_KERNELS(apply)                  \
   apply(block_attention, BlockAttentionParams)   \
@@ -226,6 +249,7 @@ struct RoundCommitParams {
 // What backends of a device add: steps of a decoder that plain torch would take in several launches each.
 #define PYDFLASH_FUSED_KERNELS(apply)            \
   apply(add_rms_norm, AddRmsNormParams)          \
+  apply(swiglu, SwigluParams)                    \
   apply(head_norm_rope, HeadNormRopeParams)      \
   apply(context_append, ContextAppendParams)     \
   apply(round_commit, RoundCommitParams)
@@ -244,6 +268,8 @@ const char* select_level(const char* name);  // forces a level (tests); null if 
 namespace cuda {
 PYDFLASH_KERNELS(PYDFLASH_DECLARE)
 PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_DECLARE(skinny_linear, SkinnyLinearParams)
+float skinny_linear_balance(const SkinnyLinearParams& params, int device);  // 1: all multiprocessors work all the time
 template <class Params>
 int64_t scratch_bytes(const Params&) {
   return 0;

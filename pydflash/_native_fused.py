@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ._native import _capsule, _module, _rows, library
 _SCHEMAS = (
     "add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, float weight_offset, bool round_first)"
     " -> (Tensor, Tensor)",
+    "swiglu(Tensor x) -> Tensor",
+    "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor",
     "head_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin,"
     " Tensor lengths, Tensor depths, Tensor(a!) k_block, Tensor(b!) v_block, int num_heads, int rotary_dim,"
     " bool interleaved, float weight_offset, bool round_first) -> Tensor",
@@ -51,6 +53,37 @@ def add_rms_norm(
 
 def _norm_outputs(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape if delta is not None else 0)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    module, stream, device = _module("swiglu", x)
+    out = _half(x)
+    module.swiglu(_capsule(_rows(x)), _capsule(out), stream, device)
+    return out
+
+
+def _half(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def skinny_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool) -> Tensor:
+    module, stream, device = _module("skinny_linear", x, *weights, *biases)
+    out = _linear_out(x, weights, gated)
+    given = [_capsule(bias) for bias in biases]
+    module.skinny_linear(
+        _capsule(_rows(x)), [_capsule(w) for w in weights], given, gated, _capsule(out), stream, device
+    )
+    return out
+
+
+def skinny_linear_balance(out_features: tuple[int, ...], in_features: int, device: torch.device) -> float:
+    """The share of a GPU's time that is work in `skinny_linear`; 0 where it cannot run."""
+    module, _, index = _module("skinny_linear", torch.empty(0, device=device))
+    return module.skinny_linear_balance(list(out_features), in_features, index)
+
+
+def _linear_out(x: Tensor, weights: Sequence[Tensor], gated: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0] if gated else sum(weight.shape[0] for weight in weights))
 
 
 def head_norm_rope(
@@ -157,6 +190,7 @@ def _reference_norm(
 
 for _name, _impl, _plain in (
     ("add_rms_norm", add_rms_norm, _reference_norm),
+    ("swiglu", swiglu, reference.swiglu),
     ("head_norm_rope", head_norm_rope, reference.head_norm_rope),
     ("context_append", context_append, reference.context_append),
     ("round_commit", round_commit, reference.round_commit),
@@ -164,8 +198,14 @@ for _name, _impl, _plain in (
     for _key in ("CUDA", "XPU"):
         library.impl(_name, _impl, _key)
     library.impl(_name, _on_cpu(_impl, _plain), "CPU")
+library.impl("skinny_linear", skinny_linear, "CUDA")
+library.impl("skinny_linear", reference.skinny_linear, "CPU")
 
 torch.library.register_fake("pydflash::add_rms_norm", lambda x, delta, *_: _norm_outputs(x, delta), lib=library)
+torch.library.register_fake("pydflash::swiglu", _half, lib=library)
+torch.library.register_fake(
+    "pydflash::skinny_linear", lambda x, weights, biases, gated: _linear_out(x, weights, gated), lib=library
+)
 torch.library.register_fake(
     "pydflash::head_norm_rope", lambda qkv, *rest: _heads_out(qkv, rest[7], rest[9]), lib=library
 )

@@ -90,6 +90,12 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="which drafts are verified: the drafter's walk, its most probable path, or a tree of its most probable "
         "nodes; default: walk, or tree where an option of trees is given",
     )
+    generate.add_argument(
+        "--target-path",
+        choices=("auto", "fast", "generic"),
+        default="auto",
+        help="fast: whole rounds on the device; generic: the host sees every round; default: auto, fast on a GPU",
+    )
     generate.add_argument("--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (default)")
     generate.add_argument(
         "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
@@ -236,6 +242,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         path=path,
         num_nodes=arguments.num_nodes,
+        target_path=arguments.target_path,
     )
     chat = prompt
     if arguments.system is not None:

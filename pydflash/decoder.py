@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import fused, ops
+from .adjacent import joined
 from .cache import KVCache
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One to three weights [N_i, K] that read the same input, with a bias or None each."""
+    """One to three weights [N_i, K] that read the same input, with a bias or None each.
+
+    Weights that follow each other in memory are one product; see `pydflash.adjacent`.
+    """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
@@ -28,10 +30,22 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
+        if fused.takes_skinny(x, self.weights):
+            return fused.skinny_linear(x, self.weights, self.biases, self.gated)
+        if (one := self._joined()) is not None:
+            out = F.linear(x, *one)
+            return fused.swiglu(out) if self.gated else out
         parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
-        if self.gated:
-            return F.silu(parts[0]) * parts[1]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return F.silu(parts[0]) * parts[1] if self.gated else torch.cat(parts, -1)
+
+    def _joined(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weights as one [sum of N_i, K], and the biases, where they lie in memory that way."""
+        weight = joined(self.weights)
+        if weight is None or all(bias is None for bias in self.biases):
+            return None if weight is None else (weight, None)
+        held = [bias for bias in self.biases if bias is not None]
+        bias = joined(held) if len(held) == len(self.weights) else None
+        return None if bias is None else (weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Compiled for devices; on a CPU they run their definitions in `pydflash.reference
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from . import _native_fused as native
 from .ops import run
+
+SKINNY_ROWS = 16  # at most, of skinny_linear
+HALF = (torch.bfloat16, torch.float16)
+_SMALL, _BALANCED = 8 << 20, 0.9  # bytes, and the share of a GPU's time that must be work
 
 
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
@@ -42,6 +47,59 @@ def add_rms_norm(
     op = torch.ops.pydflash.add_rms_norm
     out, total = _run(native.add_rms_norm, op, x, delta, weight, eps, weight_offset, round_first)
     return out, x if delta is None else total
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu of the first half of each row times its second half, each factor rounded before it is used.
+
+    Args:
+        x: [M, 2 N].
+
+    Returns: [M, N].
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    return _run(native.swiglu, torch.ops.pydflash.swiglu, x)
+
+
+def skinny_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Few rows through up to three linear layers that read the same input, at the speed of the weights' bytes.
+
+    A row's result does not depend on the other rows, nor on how many there are, to the last bit.
+
+    Args:
+        x: [M, K], M at most 16, K a multiple of 8; bfloat16 or float16.
+        weights: 1 to 3 of [N_i, K], contiguous.
+        biases: One [N_i] or None each.
+        gated: With two weights of one size: silu(first) * second, each factor rounded before it is used.
+
+    Returns: [M, sum of N_i], or [M, N_0] where gated. Sums in float32, rounded once.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit; GPUs need compute capability 9.0.
+    """
+    biases = [None] * len(weights) if biases is None else list(biases)
+    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated)
+
+
+def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether `skinny_linear` takes x [M, K] and these weights, and faster than one product of them all."""
+    rows, width = x.shape
+    if not x.is_cuda or x.dtype not in HALF or not 0 < rows <= SKINNY_ROWS or width % 8 or x.stride(0) % 8:
+        return False
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.is_contiguous() for tensor in weights)
+    return aligned and x.data_ptr() % 16 == 0 and _balanced(tuple(map(len, weights)), width, x.device)
+
+
+@cache
+def _balanced(out_features: tuple[int, ...], in_features: int, device: torch.device) -> bool:
+    """Small weights always are: there the number of launches decides."""
+    balance = native.skinny_linear_balance(out_features, in_features, device)
+    return balance > 0 and (2 * sum(out_features) * in_features < _SMALL or balance >= _BALANCED)
 
 
 def head_norm_rope(

@@ -6,8 +6,11 @@ inputs are float64, and round where a module of its own would have written its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -33,6 +36,27 @@ def add_rms_norm(
     """RMSNorm of x + delta, and the sum; see `pydflash.fused.add_rms_norm`."""
     total = x if delta is None else (_wide(x) + _wide(delta)).to(x.dtype)
     return _normed(total, weight, eps, weight_offset, round_first), total
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu of the first half of each row times the second; see `pydflash.fused.swiglu`."""
+    gate, factor = x.chunk(2, -1)
+    return F.silu(gate) * factor
+
+
+def skinny_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Up to three linear layers side by side, or gated; see `pydflash.fused.skinny_linear`."""
+    held = [None] * len(weights) if biases is None else biases
+    parts = []
+    for weight, bias in zip(weights, held, strict=True):
+        part = _wide(x) @ _wide(weight).t()
+        parts.append((part if bias is None else part + _wide(bias)).to(x.dtype))
+    return F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:

@@ -19,8 +19,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from . import ops
 from .cache import KVCache
-from .decoder import HALF, Block
+from .decoder import Block
 from .drafter_decoder import block_masks
+from .fused import HALF
 from .target import Target, TargetOutput
 from .target_cache import borrowed_attention
 from .target_layers import Recognised, UnknownForm
@@ -127,6 +128,8 @@ class FastTarget:
         try:
             own = Recognised(target, self._windows)
             if (fault := wiring_fault(own, ids, self._run_at)) is None:
+                if self.device.type != "cpu":  # where weights may still lie in their file
+                    own.join_weights()
                 self.recognised = own
                 fault = self._fault(ids, expected)
         except UnknownForm as error:

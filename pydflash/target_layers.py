@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import reference_fused
+from .adjacent import lay_together
 from .decoder import Decoder, LayerWeights, Norm, Projection
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+_GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
@@ -40,7 +43,8 @@ class Recognised:
         attention, heads = first.self_attn if hasattr(first, "self_attn") else None, config.num_attention_heads
         dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        layers = [_layer(layer, windows.get(i, 0), (heads, kv_heads, dim)) for i, layer in enumerate(target.layers)]
+        self._windows, self._sizes = windows, (heads, kv_heads, dim)
+        layers = self._layers()
         norm = _norm_of(first.input_layernorm)
         q_norm = getattr(attention, "q_norm", None)
         self.final: nn.Module = final
@@ -61,6 +65,18 @@ class Recognised:
             _unknown("one kind of norm", "another one at the end")
         head = target.head
         self.head = _projection([head]) if _is_plain(head) and head.weight.dtype == target.dtype else None
+
+    def _layers(self) -> list[LayerWeights]:
+        return [_layer(layer, self._windows.get(i, 0), self._sizes) for i, layer in enumerate(self.target.layers)]
+
+    def join_weights(self) -> None:
+        """Move the weights that read the same input to one place each, so that they are one product."""
+        for layer in cast("list[Any]", self.target.layers):
+            lay_together(_linears(layer.self_attn, _QKV))
+            lay_together(_linears(layer.mlp, _GATE_UP))
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()  # the places that the weights left
+        self.decoder.layers = self._layers()
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [at least `positions`, rotary_dim / 2] float32, as the model's own module gives them."""
@@ -103,6 +119,11 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
 
 
+def _linears(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
+    parts = _parts(module)
+    return [parts[name] for name in names if name in parts]
+
+
 def _is_plain(linear: object) -> bool:
     return type(linear) is nn.Linear and not hasattr(linear.weight, "__tensor_flatten__")
 
@@ -137,8 +158,7 @@ def _layer(layer: Any, window: int, sizes: tuple[int, int, int]) -> LayerWeights
         _unknown("a gated SiLU", activation)
     if getattr(layer.self_attn, "use_rope", True) in (False, 0):
         _unknown("rotary positions in every layer", "a layer without")
-    qkv = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "qkv_proj") if name in attention]
-    gate_up: list[Any] = [mlp[name] for name in ("gate_proj", "up_proj", "gate_up_proj") if name in mlp]
+    qkv, gate_up = _linears(layer.self_attn, _QKV), _linears(layer.mlp, _GATE_UP)
     width = gate_up[0].out_features // (3 - len(gate_up)) if _is_plain(gate_up[0]) else 0
     return LayerWeights(
         layer.input_layernorm.weight.detach(),

@@ -141,10 +141,10 @@ def test_every_sampling_option_reaches_the_stream(
 
     monkeypatch.setattr(Speculator, "from_pretrained", load)
     argv = "generate t --drafter d p --max-new-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3"
-    argv += " --stop X --stop Y --block-size 5 --device cpu --dtype float16"
+    argv += " --stop X --stop Y --block-size 5 --device cpu --dtype float16 --target-path generic"
     assert run(capsys, *argv.split())[0] == 0
     loop = {"device": "cpu", "dtype": torch.float16, "block_size": 5, "backend": "auto", "path": "walk"}
-    loop |= {"num_nodes": None}
+    loop |= {"num_nodes": None, "target_path": "generic"}
     assert made == [(("t", "d"), loop)]
     assert calls == [
         {
@@ -160,7 +160,7 @@ def test_every_sampling_option_reaches_the_stream(
         }
     ]
     run(capsys, "generate", "t", "--plain", "p")
-    assert made[1] == (("t", None), dict.fromkeys(loop) | {"path": "walk", "backend": "auto"})
+    assert made[1] == (("t", None), dict.fromkeys(loop) | {"path": "walk", "backend": "auto", "target_path": "auto"})
     assert {name for name, value in calls[1].items() if value} == {"max_new_tokens"}
     for options, path, nodes in (
         ("--num-nodes 7", "tree", 7),
@@ -345,6 +345,16 @@ def test_untrained_config_fits_smollm2() -> None:
     assert (config.version, config.target_hidden_size, config.vocab_size) == (2, 576, 49152)
     assert config.num_heads * config.head_dim == 576
     assert max(config.target_layer_ids) < 30
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 6, 7])
+def test_untrained_config_fits_few_layers(layers: int) -> None:
+    sizes = {"hidden_size": 32, "num_layers": layers, "vocab_size": 64, "max_length": 128}
+    config = demo.untrained_config(SimpleNamespace(**sizes))  # type: ignore[arg-type]
+    ids = config.target_layer_ids
+    assert list(ids) == sorted(set(ids))
+    assert 0 <= ids[0] <= ids[-1] < layers
+    assert config.num_heads == 1
 
 
 @pytest.fixture

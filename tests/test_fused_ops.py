@@ -1,4 +1,4 @@
-"""add_rms_norm and head_norm_rope: values by hand, every dtype against float64, where they round, and strides."""
+"""add_rms_norm, swiglu, head_norm_rope: values by hand, every dtype against float64, where they round, and strides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from conftest import assert_matches
 from fused_cases import DTYPES, EPS, NARROW, agreement, normal, tables
 from torch import Tensor
+from torch.nn import functional as F
 
 from pydflash import fused
 from pydflash import reference_fused as reference
@@ -72,6 +73,38 @@ def test_norm_keeps_rows_apart(dtype: torch.dtype, device: torch.device) -> None
     alone = fused.add_rms_norm(x[3:], None, weight, EPS)[0]
     assert torch.equal(out[3:], alone)
     assert out[0].isfinite().all()
+
+
+# --- swiglu ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 8, 100, 1536, 12288])
+def test_swiglu(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Gates of 0 and of both ends by hand, others by the definition; the rows of a wider tensor alike."""
+    for rows in (1, 5, 70):
+        x = normal(rows, 2 * size).to(dtype)
+        x[0, 0] = 0
+        want = F.silu(x[:, :size].double()).to(dtype).double() * x[:, size:].double()
+        got = fused.swiglu(x.to(device))
+        assert_matches(got, want)
+        assert got[0, 0] == 0
+        wide = torch.full((rows, 2 * size + 3), torch.nan, dtype=dtype, device=device)
+        wide[:, 3:] = x.to(device)
+        assert torch.equal(fused.swiglu(wide[:, 3:]), got)
+    ends = torch.tensor([[-100.0, 100.0, torch.nan, 3.0, 3.0, 3.0]], dtype=dtype, device=device)
+    low, high, neither = fused.swiglu(ends)[0].tolist()
+    assert (low, high) == (0, 300)
+    assert neither != neither
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_swiglu_rounds_its_factors(dtype: torch.dtype, device: torch.device) -> None:
+    x = (1.1 * normal(8, 512)).to(dtype)
+    gate, factor = x.float().chunk(2, 1)
+    got = fused.swiglu(x.to(device))
+    assert agreement(got, (F.silu(gate).to(dtype).float() * factor).to(dtype)) > 0.99
+    assert agreement(got, (F.silu(gate) * factor).to(dtype)) < 0.9
 
 
 # --- head_norm_rope -------------------------------------------------------------------------------------------
@@ -246,6 +279,7 @@ def test_opcheck(device: torch.device) -> None:
     x, weight = normal(3, 16).to(device, torch.float32), torch.ones(16, device=device)
     for delta in (x + 1, None):
         torch.library.opcheck(torch.ops.pydflash.add_rms_norm.default, (x, delta, weight, EPS, 0.0, True))
+    torch.library.opcheck(torch.ops.pydflash.swiglu.default, (x,))
     numbers: list[Any] = [t.to(device) for t in (*case.tables, case.lengths, case.depths)]
     qkv, k, v = (t.to(device, torch.float32) for t in (case.qkv, case.block.zero_(), case.block))
     arguments = (qkv, weight, weight, EPS, *numbers, k, v.clone(), *case.last, 0.0, True)

@@ -113,7 +113,7 @@ def test_a_long_prompt_leaves_no_matrix_of_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     spec.generate(list(range(3000)), 4, temperature=0.0)
-    assert torch.cuda.max_memory_allocated() - before < 100 << 20  # 3,000 rows of logits take 384 MB
+    assert torch.cuda.max_memory_allocated() - before < 200 << 20  # 3,000 rows of logits take 384 MB
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])

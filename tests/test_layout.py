@@ -21,6 +21,7 @@ ORDER = (
     (
         "_backends",
         "_wheel",
+        "adjacent",
         "cache",
         "config_keys",
         "reference",
@@ -42,7 +43,7 @@ ORDER = (
     ("device_loop",),
     ("speculator",),
 )
-LEAVES = ("_sycl_runtime", "reference", "reference_fused", "sampling", "cache", "rope", "stats", "tree")
+LEAVES = ("_sycl_runtime", "adjacent", "reference", "reference_fused", "sampling", "cache", "rope", "stats", "tree")
 FAST = ("decoder", "target_layers", "target_wiring", "target_fast", "device_round", "device_loop")
 CONFIG = ("config", "config_keys", "config_rope", "layouts")
 TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults", "target_fast")
@@ -137,7 +138,7 @@ def test_leaves_and_the_named_edges() -> None:
     assert found["_native"] == {"_backends"}
     assert found["fused"] == {"_native_fused", "ops"}
     assert found["_native_fused"] == {"_backends", "_native", "reference_fused"}
-    assert found["decoder"] == {"cache", "fused", "ops"}
+    assert found["decoder"] == {"adjacent", "cache", "fused", "ops"}
     for name in CONFIG:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}

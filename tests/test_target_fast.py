@@ -17,6 +17,7 @@ from test_trees import Fill, filled, mixed, random_parents, right, wrong
 from tiny_models import TINY
 
 from pydflash import Speculator, Target, target_fast
+from pydflash.adjacent import joined
 from pydflash.target_fast import FastTarget
 from pydflash.target_layers import Recognised
 from pydflash.tree import Tree, tree_of
@@ -315,3 +316,26 @@ def test_appending_needs_a_block(device: torch.device) -> None:
     cache = fast.new_cache(1, 8)
     with pytest.raises(ValueError, match="append: cache must hold a block from verify, got none"):
         fast.append(cache, torch.zeros(1, 1, dtype=torch.int32, device=device))
+
+
+def test_joined_weights_are_one_product_with_the_same_numbers() -> None:
+    model = copy.deepcopy(model_of("qwen2"))
+    fast = FastTarget(Target(model, TAPS))
+    own = fast.recognised
+    assert own is not None
+    before = own.decoder.layers
+    x = torch.randn(20, before[0].qkv.weights[0].shape[1])
+    parts = [(layer.qkv, layer.gate_up) for layer in before]
+    want = [part(x) for pair in parts for part in pair]
+    own.join_weights()
+    parts = [(layer.qkv, layer.gate_up) for layer in own.decoder.layers]
+    for part, numbers in zip([part for pair in parts for part in pair], want, strict=True):
+        assert joined(part.weights) is not None
+        assert_matches(part(x), numbers)
+    assert all(joined([bias for bias in pair[0].biases if bias is not None]) is not None for pair in parts)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight.zero_()
+    size = attention.q_proj.out_features
+    bias = attention.k_proj.bias.detach().expand(20, -1)
+    assert torch.equal(parts[0][0](x)[:, size : size + bias.shape[1]], bias), "the model's own weights are used"

@@ -1,6 +1,6 @@
 // How block_attention is cut up and what its slots see. The query heads of a KV head are folded into the rows
 // (head, slot) of a tile; a context is cut into steps of cache rows that the splits take in turn, so that the first
-// step of a split is known before the length is. Keys and values are read once per tile of rows: in 16 bits that is
+// steps of all splits lie side by side. Keys and values are read once per tile of rows: in 16 bits that is
 // 4 head_dim bytes per position and KV head, for 4 head_dim operations with each of the group's slots.
 #pragma once
 
@@ -87,6 +87,7 @@ __device__ inline uint64_t visible_slots(const BlockAttentionParams& p, int batc
 struct SlotLimits {
   uint64_t bits[64];
   int first[64];
+  int length;
 
   __device__ __forceinline__ void fill(const BlockAttentionParams& p, int batch, int length, bool block) {
     if (int i = threadIdx.x; i < p.slots) {

@@ -2,16 +2,11 @@
 // element by element where rows do not start on 16 bytes.
 #pragma once
 
+#include "cuda/async.cuh"
 #include "cuda/block_attention.cuh"
 
 namespace pydflash::cuda {
 namespace {
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr bool kBulkCopies = true;
-#else
-constexpr bool kBulkCopies = false;
-#endif
 
 // A tile in shared memory is stored in slabs of 128 bytes of each row, the 16-byte chunks of a slab swizzled: no bank
 // conflicts for eight rows of one chunk, and the layout of tensor maps and of wgmma.
@@ -28,49 +23,13 @@ struct Place {
   __device__ __forceinline__ Place operator+(int bytes) const { return {pointer + bytes, address + bytes}; }
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return uint32_t(__cvta_generic_to_shared(pointer));
-}
-
 // Of the first kThreads threads of a block, those that multiply.
 template <int kThreads>
 __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Makes ordinary stores to shared memory visible to the copy engine and to wgmma, once a barrier has followed.
-__device__ __forceinline__ void fence_async() {
-  if constexpr (kBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Barriers in shared memory. A phase ends when `count` have arrived and the bytes that they expect have come.
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void fence_barriers() {
-  if constexpr (kBulkCopies)
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
-}
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_phase(uint32_t barrier, unsigned parity) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Starts copying a tile of kDim columns from [batch, head, row] on; what lies outside the tensor becomes zero.
 template <int kRows, int kDim, class T>
 __device__ __forceinline__ void bulk_copy_tile(uint32_t tile, const CUtensorMap& map, int row, int head, int batch,
@@ -84,10 +43,6 @@ __device__ __forceinline__ void bulk_copy_tile(uint32_t tile, const CUtensorMap&
         : "memory");
 }
 #else
-__device__ __forceinline__ void arrive(uint32_t) {}
-__device__ __forceinline__ void arrive_expecting(uint32_t, int) {}
-__device__ __forceinline__ void wait_for_phase(uint32_t, unsigned) {}
-__device__ __forceinline__ void prefetch_map(const CUtensorMap&) {}
 template <int kRows, int kDim, class T>
 __device__ __forceinline__ void bulk_copy_tile(uint32_t, const CUtensorMap&, int, int, int, uint32_t) {}
 #endif

@@ -6,42 +6,36 @@
 namespace pydflash::cuda {
 namespace {
 
-// The steps of one split: first those of the block, in the last split, then every so many of the context.
+// The steps of one split: every so many of the context, then, in the last split, those of the block.
 struct Steps {
-  int block, all, first, stride, wrapped;
+  int context, all, first, stride, wrapped;
 
-  __device__ __forceinline__ Steps(const AttentionPlan& plan, const Context& context, int split, int block, int keys)
-      : block(block), all(block + ((max(0, context.steps - split) + plan.splits - 1) >> plan.split_bits)),
-        first((context.start + split) * keys), stride(keys << plan.split_bits),
-        wrapped(ceil_div(context.capacity, keys) * keys) {}
+  __device__ __forceinline__ Steps(const AttentionPlan& plan, const Context& rows, int split, int block, int keys)
+      : context((max(0, rows.steps - split) + plan.splits - 1) >> plan.split_bits), all(context + block),
+        first((rows.start + split) * keys), stride(keys << plan.split_bits),
+        wrapped(ceil_div(rows.capacity, keys) * keys) {}
+
+  __device__ __forceinline__ bool in_block(int step) const { return step >= context; }
 
   // First block slot or cache row of a step.
   __device__ __forceinline__ int row(int step, int keys, int capacity) const {
-    if (step < block) return step * keys;
-    const int row = first + (step - block) * stride;
+    if (in_block(step)) return (step - context) * keys;
+    const int row = first + step * stride;
     return row < capacity ? row : row - wrapped;
   }
 };
 
-// How many steps are the same for every length and so need not wait for it: without a window, up to the first of the
-// context.
-template <class Products>
-__device__ __forceinline__ int known_steps(const BlockAttentionParams& p, const AttentionPlan& plan, int split,
-                                           int block_steps, int capacity) {
-  return p.window > 0 ? 0 : min(block_steps + (split * Products::kKeys < capacity ? 1 : 0), plan.stages);
-}
-
-// The copies of a block of threads, by a warp of its own.
+// The copies of a block of threads, by a warp of its own. Cache and lengths are older than the kernel before this one
+// (what changes them releases no successor), so without a window the first steps do not wait for its end.
 template <class Products>
 __device__ __forceinline__ void produce(const BlockAttentionParams& p, const AttentionPlan& plan,
                                         const AttentionMaps& maps, const RowTile& tile, int split, int block_steps,
-                                        int capacity, const SlotLimits& limits, uint32_t memory) {
+                                        int capacity, SlotLimits& limits, uint32_t memory) {
   using T = typename Products::T;
   using Memory = Layout<Products>;
   constexpr int kKeys = Products::kKeys, kDim = Products::kDim;
   const uint32_t barriers = memory + Memory::kBarrierBytes, query = memory + Memory::kHeadBytes;
-  const bool leader = threadIdx.x % 32 == 0;
-  const int length = p.lengths[tile.batch];
+  const bool leader = threadIdx.x % 32 == 0, windowed = p.window > 0;
   const auto load = [&](bool block, int stage, int row) {
     if (!leader) return;
     const uint32_t keys = query + Memory::kQueryBytes + stage * Memory::kStageBytes;
@@ -52,24 +46,29 @@ __device__ __forceinline__ void produce(const BlockAttentionParams& p, const Att
     bulk_copy_tile<kKeys, kDim, T>(keys + Memory::kTileBytes, block ? maps.v_block : maps.v_cache, row, tile.kv_head,
                                    tile.batch, came + 8 * kMaxStages);
   };
+  if (windowed) wait_for_predecessor(), __syncthreads();
+  const int length = __ldcg(p.lengths + tile.batch);
+  const Context context(p, length, limits, kKeys);
+  const Steps steps(plan, context, split, block_steps, kKeys);
+  const int early = windowed ? 0 : min(steps.context, plan.stages);
+#pragma unroll 1
+  for (int step = 0; step < early; ++step) load(false, step, steps.row(step, kKeys, capacity));
+  if (!windowed) {
+    if (leader) limits.length = length;
+    __syncthreads();
+    wait_for_predecessor();
+  }
   if (leader) {
     arrive_expecting(barriers + 8 * kQueryCame, plan.tile_slots * plan.tile_heads * kDim * int(sizeof(T)));
     bulk_copy_tile<Products::kRows, kDim, T>(query, maps.query, tile.slot, tile.head, tile.batch,
                                              barriers + 8 * kQueryCame);
   }
-  const int known = known_steps<Products>(p, plan, split, block_steps, capacity);
-#pragma unroll 1
-  for (int step = 0; step < known; ++step)
-    load(step < block_steps, step, (step < block_steps ? step : split) * kKeys);
-  if (p.window > 0) __syncthreads();
-  const Context context(p, length, limits, kKeys);
-  const Steps steps(plan, context, split, block_steps, kKeys);
   unsigned parity = 1;  // a stage that was never filled passes for empty
 #pragma unroll 1
   for (int step = 0, stage = 0; step < steps.all; ++step) {
-    if (step >= known) {
+    if (step >= early) {
       wait_for_phase(barriers + 8 * (kStageEmpty + stage), parity);
-      load(step < block_steps, stage, steps.row(step, kKeys, capacity));
+      load(steps.in_block(step), stage, steps.row(step, kKeys, capacity));
     }
     if (++stage == plan.stages) stage = 0, parity ^= 1;
   }
@@ -138,11 +137,13 @@ __global__ void __launch_bounds__(Products::kThreads + 32, Products::kMinBlocks)
     fence_barriers();
     __syncthreads();
   }
-  wait_for_predecessor();
   if (bulk && threadIdx.x >= kThreads)
     return produce<Products>(p, plan, maps, tile, split, block_steps, capacity, limits, memory.address);
 
-  const int length = p.lengths[tile.batch];
+  wait_for_predecessor();
+  const bool told = bulk && p.window == 0;  // so that both sides count the same steps
+  if (told) __syncthreads();
+  const int length = told ? limits.length : p.lengths[tile.batch];
   limits.fill(p, tile.batch, length, block_steps > 0);
   if (p.window > 0)
     __syncthreads();
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(Products::kThreads + 32, Products::kMinBlocks)
   const Steps steps(plan, context, split, block_steps, kKeys);
   const auto copy = [&](int step, int stage) {
     if (step < steps.all)
-      copy_step<Products>(p, plan, tile, step < block_steps, steps.row(step, kKeys, capacity), capacity,
+      copy_step<Products>(p, plan, tile, steps.in_block(step), steps.row(step, kKeys, capacity), capacity,
                           stages.pointer + stage * Memory::kStageBytes);
     commit_copies();
   };
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(Products::kThreads + 32, Products::kMinBlocks)
     const auto wait_for_values = [&] {
       if (bulk) wait_for_phase(barriers + 8 * (kValuesCame + stage), parity);
     };
-    const bool block = step < block_steps;
+    const bool block = steps.in_block(step);
     const int row = steps.row(step, kKeys, capacity);
     const bool partial = block || !context.complete(row, kKeys);
     const Place keys = stages + stage * Memory::kStageBytes, values = keys + Memory::kTileBytes;
@@ -204,13 +205,7 @@ __global__ void __launch_bounds__(Products::kThreads + 32, Products::kMinBlocks)
     }
     if (++stage == plan.stages) stage = 0, parity ^= 1;
   }
-  if (!bulk) {
-    wait_for_copies<0>();
-  } else if (known_steps<Products>(p, plan, split, block_steps, capacity) > steps.all) {
-    // A step that came before its length was known is not wanted after all, but its copy must have ended.
-    wait_for_phase(barriers + 8 * (kKeysCame + steps.all), 0);
-    wait_for_phase(barriers + 8 * (kValuesCame + steps.all), 0);
-  }
+  if (!bulk) wait_for_copies<0>();
   sync_consumers<kThreads>();
   products.store(reinterpret_cast<float*>(query.pointer));
   sync_consumers<kThreads>();

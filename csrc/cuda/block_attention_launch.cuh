@@ -6,6 +6,7 @@
 #include "cuda/block_attention_float.cuh"
 #include "cuda/block_attention_kernel.cuh"
 #include "cuda/block_attention_tensor.cuh"
+#include "cuda/tensor_map.cuh"
 
 namespace pydflash::cuda {
 namespace {
@@ -71,25 +72,9 @@ AttentionPlan plan_for(const BlockAttentionParams& p, int device) {
 // A tensor [batch, head, row, element] as boxes of rows, in slabs of 128 swizzled bytes of a row.
 inline bool make_map(CUtensorMap* map, DType dtype, const void* data, const int64_t* stride, int dim, int64_t rows,
                      int heads, int batch, int box_rows, int box_heads) {
-  static const auto encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status),
-          "cuTensorMapEncodeTiled");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  const int size = dtype == DType::f32 ? 4 : 2;
-  const CUtensorMapDataType types[3] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                                        CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
-  const cuuint64_t dims[4] = {cuuint64_t(dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
-  const cuuint64_t strides[3] = {cuuint64_t(stride[2] * size), cuuint64_t(stride[1] * size),
-                                 cuuint64_t(stride[0] * size)};
-  const cuuint32_t box[4] = {cuuint32_t(128 / size), cuuint32_t(box_rows), cuuint32_t(box_heads), 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return encode != nullptr &&
-         encode(map, types[int(dtype)], 4, const_cast<void*>(data), dims, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const int64_t sizes[4] = {dim, rows, heads, batch}, strides[3] = {stride[2], stride[1], stride[0]};
+  const int box[4] = {128 / (dtype == DType::f32 ? 4 : 2), box_rows, box_heads, 1};
+  return make_tensor_map(map, dtype, data, sizes, strides, box);
 }
 
 template <class Products>

@@ -40,7 +40,7 @@ struct Partial {
 };
 
 // Parts of a row weighted and summed in a fixed order, by groups of 16 lanes that share the row. All parts are loaded
-// before the first is used; a part without keys may hold anything.
+// before the first is used, and before it is known which have keys.
 template <int kMax, class StatsAt, class SumsAt>
 __device__ __forceinline__ Partial merge(int parts, StatsAt stats_at, SumsAt sums_at) {
   const int lane = threadIdx.x % 32, mine = lane % 16;
@@ -49,7 +49,7 @@ __device__ __forceinline__ Partial merge(int parts, StatsAt stats_at, SumsAt sum
   float4 sums[kMax];
 #pragma unroll
   for (int i = 0; i < kMax; ++i)
-    if (used >> i & 1) sums[i] = sums_at(i);
+    if (i < parts) sums[i] = sums_at(i);
   float top = stats.x;
 #pragma unroll
   for (int other = 8; other > 0; other /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
@@ -111,8 +111,7 @@ __device__ __forceinline__ void store_partial(const BlockAttentionParams& p, con
     if (plan.splits == 1) {
       if (column < p.head_dim) store_columns<T>(p, plan, tile, i, column, partial);
     } else {
-      if (partial.stats.x > -INFINITY)
-        *reinterpret_cast<float4*>(plan.sums + (base + i) * Products::kDim + column) = partial.sums;
+      *reinterpret_cast<float4*>(plan.sums + (base + i) * Products::kDim + column) = partial.sums;
       if (column == 0) plan.stats[base + i] = partial.stats;
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/block_attention_copy.cuh"
+#include "cuda/tensor_core.cuh"
 
 // wgmma exists on this one architecture alone.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -13,46 +14,6 @@
 
 namespace pydflash::cuda {
 namespace {
-
-// Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
-               : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row)
-               : "memory");
-}
-
-#define PYDFLASH_MMA(type)                                                                                          \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                               \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                               \
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c += a b for 16 rows, 8 columns and a depth of 16.
-template <class T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, bf16>)
-    PYDFLASH_MMA("bf16");
-  else
-    PYDFLASH_MMA("f16");
-}
-#undef PYDFLASH_MMA
-
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t both;
-  if constexpr (std::is_same_v<T, bf16>)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 #if PYDFLASH_WGMMA
 // Address of a tile in slabs of 128 swizzled bytes; groups of eight rows follow each other.
@@ -241,7 +202,7 @@ class TensorProducts {
     for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        a[n / 2][n % 2 * 2 + half] = pack<T>(weights[n][2 * half], weights[n][2 * half + 1]);
+        a[n / 2][n % 2 * 2 + half] = narrow_pair(T{}, weights[n][2 * half], weights[n][2 * half + 1]);
 #if PYDFLASH_WGMMA
     if constexpr (kWarpgroups) {
 #pragma unroll

@@ -17,7 +17,6 @@ __device__ __forceinline__ int valid_entries(const int32_t* index, int entries) 
 // p's strides and head_dim count units.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) cache_append_kernel(CacheAppendParams p, int heads) {
-  release_successor();
   const int width = min(p.head_dim, kThreads), at_once = kThreads / width / heads, row = threadIdx.x / width;
   const int head = blockIdx.x * heads + row / at_once, layer = blockIdx.y, b = blockIdx.z;
   const int32_t* index = p.index + int64_t(b) * p.entries;

@@ -7,7 +7,6 @@ namespace {
 // layer, k or v, head.
 template <class T, Pairs kPairs>
 __global__ void __launch_bounds__(kHeadThreads) context_append_kernel(ContextAppendParams p, Group group) {
-  release_successor();
   __shared__ alignas(16) T rows[kPairs == Pairs::anywhere ? kHeadThreads * kLaneChannels : 1];
   constexpr bool kAligned = kPairs != Pairs::anywhere;
   const int lane = threadIdx.x & (group.lanes() - 1), c = lane * kLaneChannels, n = blockIdx.x, b = blockIdx.z;

@@ -42,7 +42,8 @@ class DeviceScope {
   int before_ = -1;
 };
 
-// Lets the next kernel of the stream start while this one runs; it stops at its own wait_for_predecessor().
+// Lets the next kernel of the stream start while this one runs; it stops at its own wait_for_predecessor(). Kernels that
+// change what others read before that do without: caches, lengths.
 __device__ __forceinline__ void release_successor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -56,22 +57,31 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
-// Launches on the stream's device, overlapping the end of the kernel before it where the device can.
+// Launches on the stream's device, overlapping the end of the kernel before it where the device can. `ranks` neighbouring
+// blocks form a cluster.
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, Stream stream,
-            Arguments&&... arguments) {
+void launch_clusters(const char* name, void (*kernel)(Parameters...), int ranks, dim3 grid, dim3 block,
+                     size_t shared_bytes, Stream stream, Arguments&&... arguments) {
   const DeviceScope scope(stream.device);
   if (shared_bytes > 48 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), name);
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = device_info(stream.device).capability >= 90 ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(ranks), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = device_info(stream.device).capability < 90 ? 0 : ranks > 1 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, Stream stream,
+            Arguments&&... arguments) {
+  launch_clusters(name, kernel, 1, grid, block, shared_bytes, stream, arguments...);
 }
 
 // Calls run(T{}) for the storage type of dtype.

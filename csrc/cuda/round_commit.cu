@@ -25,7 +25,6 @@ __device__ void commit(const RoundCommitParams& p, int b, bool active, int accep
 // blockIdx: part of a row, entry, sequence. p.features and the strides count units.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) round_commit_kernel(RoundCommitParams p) {
-  release_successor();
   const int64_t n = blockIdx.y, b = blockIdx.z;
   wait_for_predecessor();
   const int accepted = p.num_accepted[b], source = p.index[b * p.slots + n];

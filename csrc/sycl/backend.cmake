@@ -53,7 +53,7 @@ endif()
 # icpx would assume no NaN, no infinity and sums in any order.
 set(aot_compile -std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -fp-model=precise -ffp-contract=on
     -DNDEBUG -DPYDFLASH_SYCL_AOT=1 -DPYDFLASH_BACKEND=sycl_backend -DPYDFLASH_MODULE=_sycl
-    -DPYDFLASH_HOST_MEMORY=false -DPYDFLASH_FUSED=1 "-I${CMAKE_CURRENT_SOURCE_DIR}/csrc")
+    -DPYDFLASH_HOST_MEMORY=false -DPYDFLASH_FUSED=1 -DPYDFLASH_LINEAR=0 "-I${CMAKE_CURRENT_SOURCE_DIR}/csrc")
 foreach(folder ${pybind11_INCLUDE_DIR} ${Python_INCLUDE_DIRS})
   list(APPEND aot_compile -isystem "${folder}")
 endforeach()

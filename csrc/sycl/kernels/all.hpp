@@ -11,3 +11,4 @@
 #include "sycl/kernels/path_viterbi.hpp"
 #include "sycl/kernels/reject_sample.hpp"
 #include "sycl/kernels/round_commit.hpp"
+#include "sycl/kernels/swiglu.hpp"
