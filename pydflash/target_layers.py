@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import reference_fused
+from . import _backends, reference_fused
 from .adjacent import lay_together
 from .decoder import Decoder, LayerWeights, Norm, Projection
 
@@ -74,8 +74,8 @@ class Recognised:
         for layer in cast("list[Any]", self.target.layers):
             lay_together(_linears(layer.self_attn, _QKV))
             lay_together(_linears(layer.mlp, _GATE_UP))
-        if self.target.device.type == "cuda":
-            torch.cuda.empty_cache()  # the places that the weights left
+        if (accelerator := _backends.accelerator(self.target.device)) is not None:
+            accelerator.empty_cache()  # the places that the weights left
         self.decoder.layers = self._layers()
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-# AOT: icpx compiles the whole module, its kernels included. RTC: the C++ compiler compiles the host's part against the
+# AOT: icpx compiles the whole module, its kernels included. RTC: the C++ compiler compiles the host's part against
 # headers and libsycl of the Python environment; the kernels' text goes into the module and is compiled when used.
 file(GLOB sycl_sources CONFIGURE_DEPENDS csrc/sycl/*.cpp)
 execute_process(COMMAND ${Python_EXECUTABLE} -c "import sysconfig; print(sysconfig.get_paths()['data'])"
@@ -13,7 +13,8 @@ if(PYDFLASH_SYCL STREQUAL "RTC")
   find_path(PYDFLASH_SYCL_INCLUDE sycl/sycl.hpp HINTS "${sycl_prefix}/include")
   find_library(PYDFLASH_SYCL_LIBRARY sycl HINTS "${sycl_prefix}/lib")
   if(NOT PYDFLASH_SYCL_INCLUDE OR NOT PYDFLASH_SYCL_LIBRARY)
-    set(PYDFLASH_SYCL_REASON "RTC needs sycl/sycl.hpp and libsycl in ${sycl_prefix} (pip install intel-sycl-rt==2026.0.0)")
+    set(PYDFLASH_SYCL_REASON
+        "RTC needs sycl/sycl.hpp and libsycl in ${sycl_prefix} (pip install intel-sycl-rt==2026.0.0)")
     return()
   endif()
   # The headers as C++ string literals.
@@ -38,11 +39,13 @@ if(PYDFLASH_SYCL STREQUAL "RTC")
 endif()
 
 if(NOT PYDFLASH_ICPX)
-  set(PYDFLASH_SYCL_REASON "no icpx was found when it was built (Intel's oneAPI compiler; PYDFLASH_SYCL=RTC does without)")
+  set(PYDFLASH_SYCL_REASON
+      "no icpx was found when it was built (Intel's oneAPI compiler; PYDFLASH_SYCL=RTC does without)")
   return()
 endif()
 
-set(PYDFLASH_SYCL_TARGETS "spir64_gen,spir64" CACHE STRING "-fsycl-targets: spir64_gen compiles for the devices below")
+set(PYDFLASH_SYCL_TARGETS "spir64_gen,spir64" CACHE STRING
+    "-fsycl-targets: spir64_gen compiles for the devices below")
 set(PYDFLASH_SYCL_DEVICES "bmg,pvc" CACHE STRING "GPUs that spir64_gen compiles for, as ocloc names them")
 list(FILTER sycl_sources EXCLUDE REGEX "/rtc[.]cpp$")
 set(aot_options -fsycl "-fsycl-targets=${PYDFLASH_SYCL_TARGETS}" -fno-sycl-unnamed-lambda)

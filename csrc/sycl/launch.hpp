@@ -17,8 +17,8 @@
 // with one argument per field, of the field's own type (pointers may gain const): both are checked at compile time.
 // Its name must be in instances.inc, in a unit: the kernels that RTC compiles together, for one type.
 //
-// Inside the namespace write ::sycl::, the namespace of SYCL itself. Nothing is waited for on a borrowed queue; on our
-// own one, for memory of the host, launch returns when the kernel is done.
+// Inside the namespace write ::sycl::, the namespace of SYCL itself. Nothing is waited for on a borrowed queue; on
+// our own one, for memory of the host, launch returns when the kernel is done.
 #pragma once
 
 #include <sycl/sycl.hpp>

@@ -262,7 +262,8 @@ struct BlockAttention {
             *reinterpret_cast<Four*>(sums + (base + first + r) * shape.head_dim + column) = four;
         },
         [&](int r, float top, float total) {
-          if (!whole && lanes.leader()) stats[2 * (base + first + r)] = top, stats[2 * (base + first + r) + 1] = total;
+          float* stat = stats + 2 * (base + first + r);
+          if (!whole && lanes.leader()) stat[0] = top, stat[1] = total;
         });
   }
 };

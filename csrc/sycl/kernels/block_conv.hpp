@@ -23,7 +23,8 @@ struct BlockConv {
     const T* dynamic = delta + b * delta_stride.a + slot * delta_stride.b + c / group_channels;
     float sum = 0;
     for (int t = 0; t < taps && t <= slot; ++t)
-      sum += (widen(base[int64_t(t) * channels + c]) + widen(dynamic[t * delta_stride.c])) * widen(row[-t * x_stride.b]);
+      sum += (widen(base[int64_t(t) * channels + c]) + widen(dynamic[t * delta_stride.c])) *
+             widen(row[-t * x_stride.b]);
     y[at] = narrow<T>(sum);
   }
 };

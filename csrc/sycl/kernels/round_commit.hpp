@@ -5,8 +5,8 @@
 
 namespace pydflash::sycl_backend {
 
-// A work-group takes one entry of one sequence, that of entry 0 the sequence's numbers too. `units` is the length of a
-// row of features, which the strides count as well.
+// A work-group takes one entry of one sequence, that of entry 0 the sequence's numbers too. `units` is the length of
+// a row of features, which the strides count as well.
 template <class Unit>
 struct RoundCommit {
   const int64_t* tokens;

@@ -19,8 +19,8 @@
 
 namespace pydflash::sycl_backend {
 
-// Storage types of kernels. Arithmetic is done in float: read with widen(), written with narrow<T>(). bfloat is bits of
-// our own: the runtime's bfloat16 needs a device image of its own, on which RTC's cache (2026.0) reads a null pointer.
+// Storage types of kernels. Arithmetic is done in float: read with widen(), written with narrow<T>(). bfloat is our
+// own bits: the runtime's bfloat16 brings another device image, on which RTC's cache (2026.0) reads a null pointer.
 using bfloat = bf16;
 using half = ::sycl::half;
 
