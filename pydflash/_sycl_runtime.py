@@ -36,10 +36,10 @@ def _folders() -> list[Path]:
 
 def prepare() -> str:
     """Load libsycl; returns why the SYCL backend cannot be used, in one line, or nothing."""
+    os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels that are compiled when used are kept on disk
     if present := loaded_runtimes():
         return _refusal(present)
     os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels compiled once are kept on disk
-    os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels that are compiled when used are kept on disk
     folder = next((folder for folder in _folders() if (folder / RUNTIME).exists()), None)
     if folder is not None:
         icd = folder / "libintelocl.so"
