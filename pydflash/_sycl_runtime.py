@@ -39,7 +39,6 @@ def prepare() -> str:
     os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels that are compiled when used are kept on disk
     if present := loaded_runtimes():
         return _refusal(present)
-    os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")  # kernels compiled once are kept on disk
     folder = next((folder for folder in _folders() if (folder / RUNTIME).exists()), None)
     if folder is not None:
         icd = folder / "libintelocl.so"
