@@ -122,13 +122,14 @@ class Speculator:
                 f"got {block_size!r}"
             )
         self._paths = self._choose_paths(path, num_nodes, draft_sampling)
-        if isinstance(drafter, Drafter):
-            drafter.check_target(
+        if (check := getattr(drafter, "check_target", None)) is not None:
+            check(
                 hidden_size=target.hidden_size,
                 num_layers=target.num_layers,
                 vocab_size=target.vocab_size,
                 embedding_rows=target.embed_weight.shape[0],
             )
+        if isinstance(drafter, Drafter):
             if drafter.device != target.device:
                 raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
             if self._backend == "native":
@@ -137,6 +138,8 @@ class Speculator:
                 self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
                 self.drafter.backend = self._backend
             self._backends["drafter"] = backend_name
+        else:
+            self._backends["drafter"] = getattr(drafter, "description", type(drafter).__name__)
         self._loop = self._choose_loop(target_path)
 
     @classmethod
@@ -151,15 +154,22 @@ class Speculator:
     ) -> Speculator:
         """Load a target with its tokenizer, and a drafter, each from a folder or a hub id.
 
-        `device` defaults to cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which the
+        A drafter's folder may be one that `pydflash export` wrote; it then runs on ONNX Runtime. `device` defaults to cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which the
         drafter takes over. `options` are the keywords of `Speculator`.
         """
         from .target import load_tokenizer
 
-        loaded = None if drafter is None else Drafter.from_pretrained(drafter)
+        exported = drafter is not None and (Path(drafter) / "draft.json").is_file()
+        loaded: Any = None
+        if exported:
+            from .export import OnnxDrafter
+
+            loaded = OnnxDrafter(str(drafter), threads=torch.get_num_threads())
+        elif drafter is not None:
+            loaded = Drafter.from_pretrained(drafter)
         layer_ids = () if loaded is None else loaded.config.target_layer_ids
         model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype)
-        if loaded is not None:
+        if isinstance(loaded, Drafter):
             loaded = loaded.to(device=model.device, dtype=model.dtype)
         return cls(model, loaded, load_tokenizer(target), **options)
 
