@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,13 +41,22 @@ def choose(
         tokens = _lattice(g, linears, config, weights, hidden, anchors, unary, ids)
     else:
         tokens = g.Squeeze(g.Slice(ids, [0], [1], [2]), [2])
-        grid = g.Concat(g.Shape(hidden, start=0, end=2), [config.draft_vocab_size], axis=0)
-        rows = g.Reshape(_scaled(g, config, logits), grid, allowzero=1)
-        total = g.ReduceLogSumExp(g.Div(rows, g.Unsqueeze(heat, [1, 2])), [2], keepdims=0)
-        g.output("log_normalizers", total, np.float32, ["B", "S - 1"])
+        g.output("log_normalizers", _normalizers(g, config, logits, hidden, heat), np.float32, ["B", "S - 1"])
     g.output("draft_ids", tokens, np.int64, ["B", "S - 1"])
     g.output("cand_ids", ids, np.int64, ["B", "S - 1", k])
     g.output("cand_scores", unary, np.float32, ["B", "S - 1", k])
+
+
+def _normalizers(g: GraphBuilder, config: DrafterConfig, logits: Any, hidden: Any, heat: Any) -> Any:
+    """logsumexp of each slot's logits / temperature, 0 where no row has one: it takes a tenth of a step."""
+    grid = g.Shape(hidden, start=0, end=2)
+
+    def asked() -> Any:
+        rows = g.Reshape(_scaled(g, config, logits), g.Concat(grid, [config.draft_vocab_size], axis=0), allowzero=1)
+        return g.ReduceLogSumExp(g.Div(rows, g.Unsqueeze(heat, [1, 2])), [2], keepdims=0)
+
+    wanted = g.Greater(g.ReduceMax(heat, keepdims=0), g.constant(np.float32(0)))
+    return g.either(wanted, asked, lambda: g.Expand(g.constant(np.float32(0)), grid))
 
 
 def _scaled(g: GraphBuilder, config: DrafterConfig, logits: Any) -> Any:
@@ -74,7 +84,7 @@ def _lattice(
             f"candidate_selector.{side}_codebook",
             config.vocab_size,
             rank,
-            lambda side=side: weights.load(f"candidate_selector.{side}_codebook"),
+            partial(weights.load, f"candidate_selector.{side}_codebook"),
         )
         for side, which in (("predecessor", before), ("successor", ids))
     )

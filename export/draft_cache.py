@@ -62,7 +62,7 @@ class DraftCache:
         if (needed := self.length + features.shape[1]) > self.capacity:
             raise ValueError(f"DraftCache: capacity must be at least {needed} positions, got {self.capacity}")
         if features.shape[1]:
-            self._waiting.append(features)
+            self._waiting = [*self._waiting, features]
 
     def take(self, rows: int) -> Array:
         """The next `rows` waiting features [B, rows, F * H]."""
@@ -71,7 +71,7 @@ class DraftCache:
         self._waiting = [whole[:, rows:]] if rows < whole.shape[1] else []
         return np.ascontiguousarray(whole[:, :rows])
 
-    def run(self, inputs: dict[str, Array], names: list[str], rows: int, slots: int, options: Any) -> list[Array]:
+    def run(self, inputs: dict[str, Array], names: list[str], rows: int, slots: int) -> list[Array]:
         """Run the session over this cache, which grows by `rows`; the outputs `names`."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
@@ -87,7 +87,7 @@ class DraftCache:
             for name, value in zip(self._names, self._values, strict=True):
                 binding.bind_ortvalue_input(f"past.{name}", value)
                 binding.bind_output(f"present.{name}", self._device)
-        self._session.run_with_iobinding(binding, options)
+        self._session.run_with_iobinding(binding)
         found = binding.get_outputs()
         if not self.inplace:
             self._values = found[len(names) :]
@@ -99,10 +99,12 @@ class DraftCache:
         rows = -(-positions // BUCKET) * BUCKET
         if rows <= self.rows:
             return
-        for i, value in enumerate(self._values):
+        grown = []
+        for value in self._values:
             buffer = np.zeros((*self._shape[:2], rows, self._shape[3]), self.dtype)
             buffer[:, :, : self.held] = value.numpy()[:, :, : self.held]
-            self._values[i] = self._value(buffer)
+            grown.append(self._value(buffer))
+        self._values = grown
 
     def _value(self, array: Array) -> Any:
         import onnxruntime

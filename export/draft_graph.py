@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,10 @@ from pydflash.config import DrafterConfig
 
 from .choose_graph import choose
 from .linear import Linears, Table
-from .metadata import POSITIONS
 from .opset import Array, GraphBuilder
+from .rope_graph import rotary_rows
 
 PROFILES = {"portable": 23, "inplace": 24}  # and the opset of each
-_STEP = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ def build_draft_graph(
 
     Inputs: `input_ids` [B, S] int64, the anchor and mask tokens (or `inputs_embeds` [B, S, H], the scaled rows, and
     `anchors` [B]); `target_hidden` [B, C, F * H]; `pos_ctx` [B, C] and `pos_block` [B, S] (portable) or `past_len` [B]
-    (inplace), int64; DFlash: `temperature` [B] float32, for `log_normalizers`; `past.{i}.k` and `.v`: [B, Hkv, P, D].
+    (inplace), int64; DFlash: `temperature` [B] float32, 0 without `log_normalizers`; `past.{i}.k` and `.v`,
+    [B, Hkv, P, D].
     Outputs: `draft_ids` [B, S-1], `cand_ids` [B, S-1, K] int64; `cand_scores` [B, S-1, K] float32; DFlash 2:
     `edge_scores` [B, S-1, K, K] (previous candidate, candidate); DFlash: `log_normalizers` [B, S-1], logsumexp of the
     logits / temperature; `present.{i}.k` and `.v`: [B, Hkv, P + C, D], or the buffers that came in.
@@ -126,26 +127,8 @@ class _Step:
             context = g.input("pos_ctx", np.int64, ["B", "C"])
             self.block_positions = g.input("pos_block", np.int64, ["B", "S"])
         self.rows, self.slots = rows, slots
-        half = self.config.head_dim // 2
         every = g.Concat(context, self.block_positions, axis=1)
-        high, low = g.Div(every, [_STEP]), g.Mod(every, [_STEP])
-        tables = {}
-        for name, function in (("cos", np.cos), ("sin", np.sin)):
-            for part, step, factor in (("high", _STEP, self.weights.rope_factor), ("low", 1, 1.0)):
-                count = POSITIONS // _STEP if part == "high" else _STEP
-                angles = np.arange(count)[:, None] * step * self.weights.frequencies
-                table = g.weight(
-                    f"rope.{name}.{part}", np.float32, (count, half), lambda f=function, a=angles, s=factor: f(a) * s
-                )
-                tables[name, part] = g.Gather(table, high if part == "high" else low)
-        cos = g.Sub(
-            g.Mul(tables["cos", "high"], tables["cos", "low"]), g.Mul(tables["sin", "high"], tables["sin", "low"])
-        )
-        sin = g.Add(
-            g.Mul(tables["sin", "high"], tables["cos", "low"]), g.Mul(tables["cos", "high"], tables["sin", "low"])
-        )
-        if self.dtype != np.float32:
-            cos, sin = g.cast(cos, self.dtype), g.cast(sin, self.dtype)
+        cos, sin = rotary_rows(g, every, self.weights.frequencies, self.weights.rope_factor, self.dtype)
         self.context_rotary = [g.Slice(t, [0], rows, [1]) for t in (cos, sin)]
         self.block_rotary = [g.Slice(t, rows, [2**62], [1]) for t in (cos, sin)]
 
@@ -155,9 +138,8 @@ class _Step:
 
     def _cache(self, layer: int) -> tuple[Any, Any]:
         config = self.config
-        shape = ["B", config.num_kv_heads, "MAX" if self.inplace else "P", config.head_dim]
+        shape: list[int | str] = ["B", config.num_kv_heads, "MAX" if self.inplace else "P", config.head_dim]
         k, v = (self.g.input(f"past.{layer}.{name}", self.dtype, shape) for name in "kv")
-        self._last_cache = k
         return k, v
 
     def _embed(self, ids: Any) -> Any:
@@ -167,7 +149,7 @@ class _Step:
         x = self.linears.embedding(ids, table, config.hidden_size, table.name == self.weights.head.name)
         if "mask_embedding" in self.weights.names:
             row = g.weight(
-                "mask_embedding", self.dtype, (config.hidden_size,), lambda: self.weights.load("mask_embedding")
+                "mask_embedding", self.dtype, (config.hidden_size,), partial(self.weights.load, "mask_embedding")
             )
             x = g.Where(g.Unsqueeze(g.Equal(ids, g.constant(np.int64(config.mask_token_id))), [-1]), row, x)
         scale = config.input_embedding_scale
@@ -176,7 +158,7 @@ class _Step:
     # --- the layers -------------------------------------------------------------------------------------------
 
     def _norm(self, x: Any, name: str, size: int) -> Any:
-        weight = self.g.weight(name, self.dtype, (size,), lambda: self.weights.load(name))
+        weight = self.g.weight(name, self.dtype, (size,), partial(self.weights.load, name))
         return self.g.RMSNormalization(x, weight, axis=-1, epsilon=self.config.rms_norm_eps)
 
     def _linear(self, x: Any, name: str, parts: list[str], outputs: int, inputs: int, exact: bool = False) -> Any:
@@ -254,7 +236,7 @@ class _Step:
         self, layer: int, q: Any, context: tuple[Any, Any], block: tuple[Any, Any], cache: tuple[Any, Any]
     ) -> Any:
         g, config = self.g, self.config
-        shape = ["B", config.num_kv_heads, "MAX" if self.inplace else "P + C", config.head_dim]
+        shape: list[int | str] = ["B", config.num_kv_heads, "MAX" if self.inplace else "P + C", config.head_dim]
         keys = []
         for name, past, new, own in zip("kv", cache, context, block, strict=True):
             if self.inplace:
@@ -323,7 +305,7 @@ class _Step:
                 f"{name}.base_kernel.{side}.{tap}",
                 self.dtype,
                 (groups, group),
-                lambda tap=tap: self.weights.load(f"{name}.base_kernel")[side, tap].reshape(groups, group),
+                partial(self._base, name, side, tap),
             )
             row = x
             if tap:
@@ -332,3 +314,7 @@ class _Step:
             part = g.Mul(g.Add(g.Squeeze(delta, [2]), base), g.Reshape(row, [0, 0, groups, group]))
             total = part if total is None else g.Add(total, part)
         return g.Reshape(total, [0, 0, hidden])
+
+    def _base(self, name: str, side: int, tap: int) -> Array:
+        group = self.config.conv_group_size
+        return self.weights.load(f"{name}.base_kernel")[side, tap].reshape(-1, group)

@@ -76,8 +76,6 @@ class OnnxDrafter:
         self.config = DrafterConfig.from_dict(self.metadata["config"])
         self.dtype = dtype_of(self.metadata)
         self.inplace = self.metadata["profile"] == "inplace"
-        self._paths_only = onnxruntime.RunOptions()
-        self._paths_only.only_execute_path_to_fetches = True  # nothing for outputs that nobody reads
 
     @property
     def providers(self) -> list[str]:
@@ -170,10 +168,10 @@ class OnnxDrafter:
             self._run(ids, cache, 1, CHUNK, embed, [])
         scored = "edge_scores" if config.version == 2 else "cand_scores"
         names = ["draft_ids", "cand_ids", scored]
-        heat = np.ones(cache.batch, np.float32)
+        heat = None
         if normalizers is not None and config.version == 1:
             names.append("log_normalizers")
-            heat = heat * as_numpy(normalizers).astype(np.float32)
+            heat = np.full(cache.batch, as_numpy(normalizers), np.float32)
         tokens, candidates, scores, *rest = self._run(ids, cache, size, cache.waiting, embed, names, heat)
         probs = None
         if temperature is not None:
@@ -198,7 +196,7 @@ class OnnxDrafter:
             if config.version == 2:
                 inputs["anchors"] = ids
         if config.version == 1:
-            inputs["temperature"] = np.ones(batch, np.float32) if heat is None else heat
+            inputs["temperature"] = np.zeros(batch, np.float32) if heat is None else heat
         if self.inplace:
             inputs["past_len"] = np.full(batch, cache.held, np.int64)
         else:
@@ -206,7 +204,7 @@ class OnnxDrafter:
             inputs["pos_ctx"], inputs["pos_block"] = (
                 np.ascontiguousarray(np.broadcast_to(part, (batch, len(part)))) for part in np.split(first, [rows])
             )
-        return cache.run(inputs, names, rows, size, self._paths_only)
+        return cache.run(inputs, names, rows, size)
 
     def _rows(self, block: Array, embed: Any) -> Array:
         table = getattr(embed, "weight", embed)

@@ -50,7 +50,7 @@ def write_draft_json(path: Path, metadata: Mapping[str, Any], sizes: Mapping[str
 
 
 def read_draft_json(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The model's path and the metadata; ValueError or FileNotFoundError, naming the file, for what is wrong with them."""
+    """The model's path and the metadata; ValueError or FileNotFoundError, naming the file, for what is wrong."""
     path = folder / DRAFT_JSON
     if not path.is_file():
         raise FileNotFoundError(f"OnnxDrafter: folder must hold {DRAFT_JSON}, got {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class GraphBuilder:
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._weights: dict[str, ir.Value] = {}
         self._domains = {"": opset}
+        self._count = itertools.count()
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
         if not operator[:1].isupper():
@@ -45,13 +47,23 @@ class GraphBuilder:
             values = [self._value(x) for x in inputs]
             if domain:
                 self._domains[domain] = 1
-            made = [ir.Value() for _ in range(outputs)]
+            made = [ir.Value(name=f"{operator}.{next(self._count)}") for _ in range(outputs)]  # unique in branches too
             found = [ir.convenience.convert_attribute(k, v) for k, v in attributes.items() if v is not None]
             node = ir.Node(domain, operator, values, found, outputs=made, name=name)
             self._nodes.append(node)
             return made[0] if outputs == 1 else made
 
         return add
+
+    def either(self, condition: ir.Value, first: Callable[[], ir.Value], second: Callable[[], ir.Value]) -> Any:
+        """What `first` adds to the graph where `condition` holds, else what `second` does; only one of them runs."""
+        branches = {}
+        for name, make in (("then_branch", first), ("else_branch", second)):
+            outer, self._nodes = self._nodes, []
+            value = make()
+            branches[name] = ir.Graph([], [value], nodes=self._nodes, name=name)
+            self._nodes = outer
+        return self.If(condition, **branches)
 
     def _value(self, x: Any) -> ir.Value | None:
         return x if x is None or isinstance(x, ir.Value) else self.constant(x)
@@ -84,7 +96,7 @@ class GraphBuilder:
     def _initializer(self, name: str, array: Array) -> ir.Value:
         return self._register(name, ir.Tensor(array, name=name))
 
-    def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    def _register(self, name: str, tensor: Any) -> ir.Value:
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
         self._initializers.append(value)
         return value

@@ -1,4 +1,4 @@
-"""`pydflash export`: a drafter's checkpoint as draft.onnx, checked against the torch drafter before it is put in place."""
+"""A checkpoint as draft.onnx, compared with the torch drafter before it is put in place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Report:
     """What was written.
 
     sizes: Bytes of each file. nodes: Of the graph. parity: None where the CPU cannot run the graph, `unchecked` says
-    why. cross_check: Largest difference of hidden states from torch.onnx's graph, where that was asked for.
+    why. cross_check: Largest relative difference of hidden states from torch.onnx's graph, where asked for.
     """
 
     folder: Path
@@ -143,7 +143,8 @@ def export_drafter(
             from .cross_check import cross_check_difference
 
             say("exporting through torch.onnx", 0, 1)
-            difference = cross_check_difference(torch_drafter, config, weights, options, part)
+            (part / "check").mkdir()
+            difference = cross_check_difference(torch_drafter, weights, __version__, part / "check")
         _put_in_place(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -184,7 +185,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -154,8 +154,9 @@ class Speculator:
     ) -> Speculator:
         """Load a target with its tokenizer, and a drafter, each from a folder or a hub id.
 
-        A drafter's folder may be one that `pydflash export` wrote; it then runs on ONNX Runtime. `device` defaults to cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which the
-        drafter takes over. `options` are the keywords of `Speculator`.
+        A drafter's folder may be one that `pydflash export` wrote; it then runs on ONNX Runtime. `device` defaults to
+        cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which a torch drafter takes over.
+        `options` are the keywords of `Speculator`.
         """
         from .target import load_tokenizer
 
