@@ -64,15 +64,15 @@ class DraftCache:
         if features.shape[1]:
             self._waiting = [*self._waiting, features]
 
-    def take(self, rows: int) -> Array:
-        """The next `rows` waiting features [B, rows, F * H]."""
+    def first(self, rows: int) -> Array:
+        """The first `rows` waiting features [B, rows, F * H]."""
         parts = self._waiting or [np.zeros((self.batch, 0, self._width), self.dtype)]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
-        self._waiting = [whole[:, rows:]] if rows < whole.shape[1] else []
+        self._waiting = [whole] if whole.shape[1] else []
         return np.ascontiguousarray(whole[:, :rows])
 
     def run(self, inputs: dict[str, Array], names: list[str], rows: int, slots: int) -> list[Array]:
-        """Run the session over this cache, which grows by `rows`; the outputs `names`."""
+        """Run the session over this cache, which grows by the first `rows` that wait; the outputs `names`."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
@@ -92,6 +92,7 @@ class DraftCache:
         if not self.inplace:
             self._values = found[len(names) :]
         self.held += rows
+        self._waiting = [part[:, rows:] for part in self._waiting if rows < part.shape[1]]
         return [value.numpy() for value in found[: len(names)]]
 
     def _reserve(self, positions: int) -> None:

@@ -185,8 +185,7 @@ class OnnxDrafter:
     ) -> list[Array]:
         """One step over the next `rows` context rows and a block of `size`; the outputs named."""
         config, batch = self.config, cache.batch
-        features = cache.take(rows)
-        inputs: dict[str, Array] = {"target_hidden": features}
+        inputs: dict[str, Array] = {"target_hidden": cache.first(rows)}
         block = np.full((batch, size), config.mask_token_id, np.int64)
         block[:, 0] = ids
         if self.metadata["embed"]:
