@@ -164,21 +164,23 @@ class OnnxDrafter:
         if ids.shape != (cache.batch,):
             raise ValueError(f"propose: anchors must be [{cache.batch}], got {list(ids.shape)}")
         starts = np.full(cache.batch, cache.length)
+        # Two slots are the fewest that a run has: before 1.31, ONNX Runtime crashes where no slot is left to draft.
         while cache.waiting > CHUNK:
-            self._run(ids, cache, 1, CHUNK, embed, [])
+            self._run(ids, cache, 2, CHUNK, embed, [])
         scored = "edge_scores" if config.version == 2 else "cand_scores"
         names = ["draft_ids", "cand_ids", scored]
         heat = None
         if normalizers is not None and config.version == 1:
             names.append("log_normalizers")
             heat = np.full(cache.batch, as_numpy(normalizers), np.float32)
-        tokens, candidates, scores, *rest = self._run(ids, cache, size, cache.waiting, embed, names, heat)
+        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, heat)
+        tokens, candidates, scores, *rest = [x[:, : size - 1] for x in found]
         probs = None
         if temperature is not None:
             given = [np.broadcast_to(as_numpy(x), (cache.batch,)) for x in (temperature, seeds)]
             tokens, probs = walk(candidates, scores, given[0].astype(np.float32), given[1].astype(np.int64), starts)
-        found = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
-        return as_torch(found, anchors.device) if hasattr(anchors, "detach") else found
+        proposal = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
+        return as_torch(proposal, anchors.device) if hasattr(anchors, "detach") else proposal
 
     def _run(
         self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], heat: Any = None
