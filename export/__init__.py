@@ -1,6 +1,6 @@
-"""`pydflash.export`: drafters as ONNX models, and a drafter that runs them.
+"""`pydflash.export`: drafters and their targets as ONNX models, and classes that run them.
 
-Importing it needs neither torch nor onnx; `OnnxDrafter` needs numpy and onnxruntime only.
+Importing it needs neither torch nor onnx; `OnnxDrafter` and `OnnxTarget` need numpy and onnxruntime only.
 """
 
 from __future__ import annotations
@@ -8,13 +8,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["OnnxDrafter", "export_drafter"]
+__all__ = ["OnnxDrafter", "OnnxTarget", "export_drafter", "export_target"]
 
 if TYPE_CHECKING:
     from .drafter import OnnxDrafter
+    from .target import OnnxTarget
     from .write import export_drafter
+    from .write_target import export_target
 
-_HOMES = {"OnnxDrafter": "drafter", "export_drafter": "write"}
+_HOMES = {
+    "OnnxDrafter": "drafter",
+    "OnnxTarget": "target",
+    "export_drafter": "write",
+    "export_target": "write_target",
+}
 
 
 def __getattr__(name: str) -> Any:

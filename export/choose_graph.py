@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pydflash.config import DrafterConfig
 
+from .layer_graph import Weights
 from .linear import Linears
 from .opset import GraphBuilder
-
-if TYPE_CHECKING:
-    from .draft_graph import Weights
 
 
 def choose(

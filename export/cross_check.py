@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from pydflash.drafter import Drafter
 
-from .draft_graph import GraphOptions, Weights, build_draft_graph
+from .draft_graph import GraphOptions, build_draft_graph
+from .layer_graph import Weights
 
 _SHAPES = ((1, 5, 20), (4, 0, 0), (4, 1, 33), (2, 17, 0))  # slots, context rows, past rows; slots up to the block's
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,8 @@ import onnx_ir as ir
 from pydflash.config import DrafterConfig
 
 from .choose_graph import choose
-from .linear import Linears, Table
+from .layer_graph import LayerGraph, Weights
+from .linear import Linears
 from .opset import Array, GraphBuilder
 from .rope_graph import rotary_rows
 
@@ -39,24 +39,6 @@ class GraphOptions:
     debug_outputs: bool = False
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Where the numbers come from.
-
-    load: A tensor under its Z-Lab name, in float32.
-    names: The tensors there are.
-    embed, head: The tables, the target's or the drafter's own; `embed` None where rows come from outside.
-    frequencies, rope_factor: Inverse frequencies [head_dim / 2] in float64 and the factor on cos and sin.
-    """
-
-    load: Callable[[str], Array]
-    names: frozenset[str]
-    embed: Table | None
-    head: Table
-    frequencies: Array
-    rope_factor: float
-
-
 def build_draft_graph(
     config: DrafterConfig, weights: Weights, options: GraphOptions, version: str, metadata: dict[str, str]
 ) -> ir.Model:
@@ -77,12 +59,11 @@ def build_draft_graph(
     return builder.g.model("draft", version, metadata)
 
 
-class _Step:
+class _Step(LayerGraph):
     def __init__(self, config: DrafterConfig, weights: Weights, options: GraphOptions) -> None:
-        self.config, self.weights, self.options = config, weights, options
-        self.dtype = options.dtype
-        self.g = GraphBuilder(PROFILES[options.profile])
-        self.linears = Linears(self.g, self.dtype, options.quantize)
+        g = GraphBuilder(PROFILES[options.profile])
+        super().__init__(g, config, weights, Linears(g, options.dtype, options.quantize))
+        self.config, self.options = config, options
         self.inplace = options.profile == "inplace"
         self._masks: dict[tuple[int, bool], Any] = {}
 
@@ -106,7 +87,7 @@ class _Step:
             x = self._layer(layer, x, caches[layer], k_context[layer], v_context[layer])
             if self.options.debug_outputs:
                 g.output(f"layer.{layer}", x, self.dtype, ["B", "S", hidden])
-        x = self._norm(x, "norm.weight", hidden)
+        x = self.norm(x, "norm.weight", hidden)
         if self.options.debug_outputs:
             g.output("hidden", x, self.dtype, ["B", "S", hidden])
         choose(g, self.linears, config, self.weights, x, anchors, heat)
@@ -121,7 +102,7 @@ class _Step:
             self.past_len = g.input("past_len", np.int64, ["B"])
             self.valid = g.Add(self.past_len, g.Add(rows, slots))
             past = g.Unsqueeze(self.past_len, [1])
-            every = g.Add(past, self._range(g.Add(rows, slots)))
+            every = g.Add(past, self.range(g.Add(rows, slots)))
             context, self.block_positions = g.Slice(every, [0], rows, [1]), g.Slice(every, rows, [2**62], [1])
         else:
             context = g.input("pos_ctx", np.int64, ["B", "C"])
@@ -129,12 +110,8 @@ class _Step:
         self.rows, self.slots = rows, slots
         every = g.Concat(context, self.block_positions, axis=1)
         cos, sin = rotary_rows(g, every, self.weights.frequencies, self.weights.rope_factor, self.dtype)
-        self.context_rotary = [g.Slice(t, [0], rows, [1]) for t in (cos, sin)]
-        self.block_rotary = [g.Slice(t, rows, [2**62], [1]) for t in (cos, sin)]
-
-    def _range(self, count: Any) -> Any:
-        """0, 1, ... below `count` [1]."""
-        return self.g.Range(self.g.constant(np.int64(0)), self.g.Squeeze(count, [0]), self.g.constant(np.int64(1)))
+        self.context_rotary = (g.Slice(cos, [0], rows, [1]), g.Slice(sin, [0], rows, [1]))
+        self.block_rotary = (g.Slice(cos, rows, [2**62], [1]), g.Slice(sin, rows, [2**62], [1]))
 
     def _cache(self, layer: int) -> tuple[Any, Any]:
         config = self.config
@@ -157,33 +134,16 @@ class _Step:
 
     # --- the layers -------------------------------------------------------------------------------------------
 
-    def _norm(self, x: Any, name: str, size: int) -> Any:
-        weight = self.g.weight(name, self.dtype, (size,), partial(self.weights.load, name))
-        return self.g.RMSNormalization(x, weight, axis=-1, epsilon=self.config.rms_norm_eps)
-
-    def _linear(self, x: Any, name: str, parts: list[str], outputs: int, inputs: int, exact: bool = False) -> Any:
-        """A product with the rows of several weights, and their biases where there are some."""
-        load = self.weights.load
-        y = self.linears.linear(x, name, outputs, inputs, lambda: np.concatenate([load(p) for p in parts]), exact)
-        biases = [part.removesuffix("weight") + "bias" for part in parts]
-        if not set(biases) <= self.weights.names:
-            return y
-        bias = self.g.weight(f"{name}.bias", self.dtype, (outputs,), lambda: np.concatenate([load(b) for b in biases]))
-        return self.g.Add(y, bias)
-
-    def _rotate(self, x: Any, tables: list[Any]) -> Any:
-        return self.g.RotaryEmbedding(x, *tables, interleaved=int(self.config.rope_interleaved))
-
     def _context(self, features: Any) -> tuple[list[Any], list[Any]]:
         """Keys and values [B, Hkv, C, D] of every layer."""
         g, config = self.g, self.config
         layers, heads, dim, hidden = config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size
         width = len(config.target_layer_ids) * config.target_hidden_size
-        fused = self._norm(
-            self._linear(features, "fc", ["fc.weight"], hidden, width, exact=True), "hidden_norm.weight", hidden
+        fused = self.norm(
+            self.linear(features, "fc", ["fc.weight"], hidden, width, exact=True), "hidden_norm.weight", hidden
         )
         parts = [f"layers.{i}.self_attn.{name}_proj.weight" for name in "kv" for i in range(layers)]
-        both = self._linear(
+        both = self.linear(
             fused, "context_kv", parts, 2 * layers * heads * dim, hidden, exact=self.options.quantize == "int8"
         )
         both = g.Reshape(both, [0, 0, 2 * layers * heads, dim])
@@ -191,7 +151,7 @@ class _Step:
         norms = g.weight("context_k_norm", self.dtype, (layers * heads, dim), self._context_norms)
         ones = g.constant(np.ones(dim), self.dtype)
         k = g.Mul(g.RMSNormalization(k, ones, axis=-1, epsilon=config.rms_norm_eps), norms)
-        k = self._rotate(g.Transpose(k, perm=[0, 2, 1, 3]), self.context_rotary)
+        k = self.rotate(g.Transpose(k, perm=[0, 2, 1, 3]), self.context_rotary)
         v = g.Transpose(v, perm=[0, 2, 1, 3])
         if layers == 1:
             return [k], [v]
@@ -204,32 +164,16 @@ class _Step:
         return np.repeat(np.stack(each), config.num_kv_heads, 0)
 
     def _layer(self, i: int, x: Any, cache: tuple[Any, Any], k_context: Any, v_context: Any) -> Any:
-        g, config, name = self.g, self.config, f"layers.{i}"
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        u = self._norm(x, f"{name}.input_layernorm.weight", hidden)
+        g, hidden, name = self.g, self.config.hidden_size, f"layers.{i}"
+        u = self.norm(x, f"{name}.input_layernorm.weight", hidden)
         u, deltas = self._before(u, f"{name}.attention_conv")
-        widths = [heads * dim, kv_heads * dim, kv_heads * dim]
-        parts = [f"{name}.self_attn.{p}_proj.weight" for p in "qkv"]
-        qkv = self._linear(u, f"{name}.qkv_proj", parts, sum(widths), hidden)
-        q, k, v = g.Split(qkv, widths, axis=-1, outputs=3)
-        q, k, v = (g.Reshape(t, [0, 0, n, dim]) for t, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-        q = self._norm(q, f"{name}.self_attn.q_norm.weight", dim)
-        k = self._norm(k, f"{name}.self_attn.k_norm.weight", dim)
-        q, k, v = (g.Transpose(t, perm=[0, 2, 1, 3]) for t in (q, k, v))
-        q, k = self._rotate(q, self.block_rotary), self._rotate(k, self.block_rotary)
+        q, k, v = self.heads(u, name, self.block_rotary)
         y = self._attend(i, q, (k_context, v_context), (k, v), cache)
-        y = g.Reshape(g.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, heads * dim])
-        y = self._linear(y, f"{name}.o_proj", [f"{name}.self_attn.o_proj.weight"], hidden, heads * dim)
+        y = self.attention_output(y, name)
         x = g.Add(x, self._after(y, f"{name}.attention_conv", deltas))
-        u = self._norm(x, f"{name}.post_attention_layernorm.weight", hidden)
+        u = self.norm(x, f"{name}.post_attention_layernorm.weight", hidden)
         u, deltas = self._before(u, f"{name}.mlp_conv")
-        parts = [f"{name}.mlp.{p}_proj.weight" for p in ("gate", "up")]
-        gate, up = g.Split(
-            self._linear(u, f"{name}.gate_up_proj", parts, 2 * inner, hidden), axis=-1, num_outputs=2, outputs=2
-        )
-        y = g.Mul(g.Mul(gate, g.Sigmoid(gate)), up)
-        y = self._linear(y, f"{name}.down_proj", [f"{name}.mlp.down_proj.weight"], hidden, inner)
+        y = self.mlp(u, name)
         return g.Add(x, self._after(y, f"{name}.mlp_conv", deltas))
 
     def _attend(
@@ -260,11 +204,11 @@ class _Step:
         g = self.g
         mine = g.Unsqueeze(self.block_positions, [1, 3])
         if self.inplace:
-            at = self._range(g.size(keys, 2))
+            at = self.range(g.size(keys, 2))
         else:  # a cache may have lost its oldest rows
             held = g.Sub(g.size(keys, 2), self.slots)
             first = g.Sub(g.Slice(self.block_positions, [0], [1], [1]), held)
-            at = g.Unsqueeze(g.Concat(g.Add(first, self._range(held)), self.block_positions, axis=1), [1, 2])
+            at = g.Unsqueeze(g.Concat(g.Add(first, self.range(held)), self.block_positions, axis=1), [1, 2])
         ahead = g.Sub(mine, at)
         seen = None
         if window:
@@ -287,7 +231,7 @@ class _Step:
         taps, groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
         count = 2 * taps * groups
         weight = [f"{name}.kernel_projection.weight"]
-        deltas = self._linear(u, f"{name}.kernel_projection", weight, count, config.hidden_size, exact=True)
+        deltas = self.linear(u, f"{name}.kernel_projection", weight, count, config.hidden_size, exact=True)
         deltas = g.Split(g.Reshape(deltas, [0, 0, 2 * taps, groups, 1]), axis=2, num_outputs=2 * taps, outputs=2 * taps)
         return self._convolve(u, name, 0, deltas[:taps]), deltas[taps:]
 

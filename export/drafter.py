@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydflash.config import DrafterConfig, check_target
 
 from .draft_cache import DraftCache
-from .metadata import check_same, dtype_of, read_draft_json
+from .metadata import DRAFT, dtype_of, open_model
 from .walk import walk
 
 Array = NDArray[Any]
@@ -59,20 +59,7 @@ class OnnxDrafter:
         threads: int | None = None,
         session_options: Any = None,
     ) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ImportError(f"OnnxDrafter: needs onnxruntime (pip install 'pydflash[onnx]'): {error}") from error
-        path, self.metadata = read_draft_json(Path(folder))
-        options = onnxruntime.SessionOptions() if session_options is None else session_options
-        if threads is not None:
-            options.intra_op_num_threads = threads
-        chosen = ["CPUExecutionProvider"] if providers is None else list(providers)
-        try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
-        except Exception as error:  # onnxruntime's own types
-            raise ValueError(f"OnnxDrafter: {path}: ONNX Runtime cannot load it ({error})") from error
-        check_same(path, self.metadata, self.session.get_modelmeta().custom_metadata_map)
+        self.session, self.metadata = open_model(Path(folder), DRAFT, providers, threads, session_options)
         self.config = DrafterConfig.from_dict(self.metadata["config"])
         self.dtype = dtype_of(self.metadata)
         self.inplace = self.metadata["profile"] == "inplace"

@@ -35,10 +35,11 @@ class Linears:
         dtype: Of the activations.
         quantize: None, "8bit" or "4bit" (blocks of 32, `MatMulNBits`), or "int8" (activations too, a scale for each
             tensor and for each output; standard operators).
+        rows_apart: With "int8", a scale for each row of the activations: a row's result does not depend on the others.
     """
 
-    def __init__(self, g: GraphBuilder, dtype: Any, quantize: str | None) -> None:
-        self.g, self.dtype, self.quantize = g, dtype, quantize
+    def __init__(self, g: GraphBuilder, dtype: Any, quantize: str | None, rows_apart: bool = False) -> None:
+        self.g, self.dtype, self.quantize, self.rows_apart = g, dtype, quantize, rows_apart
 
     def linear(
         self, x: Any, name: str, outputs: int, inputs: int, load: Callable[[], Array], exact: bool = False
@@ -53,7 +54,13 @@ class Linears:
         g = self.g
         q, scales = self._stored(name, outputs, inputs, load)
         if self.quantize == "int8":
-            xq, step, zero = g.DynamicQuantizeLinear(x, outputs=3)
+            if self.rows_apart:
+                largest = g.ReduceMax(g.Abs(x), [-1], keepdims=1)
+                step = g.Max(g.Mul(largest, g.constant(np.float32(1 / 127))), g.constant(np.float32(1e-30)))
+                zero = g.constant(np.uint8(128))
+                xq = g.cast(g.Add(g.Round(g.Div(x, step)), g.constant(np.float32(128))), np.uint8)
+            else:
+                xq, step, zero = g.DynamicQuantizeLinear(x, outputs=3)
             product = g.cast(g.MatMulInteger(xq, q, zero), np.float32)
             return g.Mul(product, g.Mul(step, scales))
         options = {"K": inputs, "N": outputs, "bits": _BITS[str(self.quantize)], "block_size": BLOCK}

@@ -1,25 +1,41 @@
-"""What an exported drafter says of itself: in the model's own metadata and in draft.json beside it, the same twice."""
+"""What an exported model says of itself: in its own metadata and in a JSON file beside it, the same twice."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pydflash.config import DrafterConfig
 
 FORMAT = 1
-MODEL, DATA, DRAFT_JSON = "draft.onnx", "draft.onnx.data", "draft.json"
 POSITIONS = 1 << 20  # that the rotary tables of a graph reach
 _PREFIX = "pydflash."
-_REQUIRED = ("format", "profile", "dtype", "quantize", "embed", "config", "source_sha256")
+
+
+class Kind(NamedTuple):
+    """A kind of exported model: who loads it, the names of its files, and the keys its metadata must have."""
+
+    loader: str
+    model: str
+    data: str
+    description: str
+    required: tuple[str, ...]
+
+
+def _kind(loader: str, name: str, *required: str) -> Kind:
+    return Kind(loader, f"{name}.onnx", f"{name}.onnx.data", f"{name}.json", ("format", "source_sha256", *required))
+
+
+DRAFT = _kind("OnnxDrafter", "draft", "profile", "dtype", "quantize", "embed", "config")
+TARGET = _kind("OnnxTarget", "target", "quantize", "target_layer_ids", "sizes", "embedding_rows", "head_rows")
 
 
 def describe(config: DrafterConfig, **more: Any) -> dict[str, Any]:
-    """The metadata of a model: what a host has to know, and the whole config; `more` are profile, dtype and so on."""
+    """The metadata of a drafter: what a host has to know, and the whole config; `more` are profile, dtype and so on."""
     return {
         "format": FORMAT,
         "version": config.version,
@@ -44,48 +60,71 @@ def to_properties(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {_PREFIX + name: json.dumps(value) for name, value in metadata.items()}
 
 
-def write_draft_json(path: Path, metadata: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    content = {"model": MODEL, "files": dict(sizes), "metadata": dict(metadata)}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def write_description(folder: Path, kind: Kind, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Write the JSON file of a model that lies in the folder; the sizes of the files."""
+    sizes = {name: (folder / name).stat().st_size for name in (kind.model, kind.data)}
+    content = {"model": kind.model, "files": sizes, "metadata": dict(metadata)}
+    (folder / kind.description).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return sizes | {kind.description: (folder / kind.description).stat().st_size}
 
 
-def read_draft_json(folder: Path) -> tuple[Path, dict[str, Any]]:
+def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
     """The model's path and the metadata; ValueError or FileNotFoundError, naming the file, for what is wrong."""
-    path = folder / DRAFT_JSON
+    path, who = folder / kind.description, kind.loader
     if not path.is_file():
-        raise FileNotFoundError(f"OnnxDrafter: folder must hold {DRAFT_JSON}, got {folder}")
+        raise FileNotFoundError(f"{who}: folder must hold {path.name}, got {folder}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"OnnxDrafter: {path}: not valid JSON ({error})") from error
+        raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
     metadata = content.get("metadata") if isinstance(content, dict) else None
-    if not isinstance(metadata, dict) or (missing := [name for name in _REQUIRED if name not in metadata]):
+    if not isinstance(metadata, dict) or (missing := [name for name in kind.required if name not in metadata]):
         wanted = missing if isinstance(metadata, dict) else ["metadata"]
-        raise ValueError(f"OnnxDrafter: {path}: must hold {', '.join(wanted)}")
+        raise ValueError(f"{who}: {path}: must hold {', '.join(wanted)}")
     if metadata["format"] != FORMAT:
-        raise ValueError(f"OnnxDrafter: {path}: format must be {FORMAT}, got {metadata['format']!r}; export it again")
+        raise ValueError(f"{who}: {path}: format must be {FORMAT}, got {metadata['format']!r}; export it again")
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
-        raise ValueError(f"OnnxDrafter: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
+        raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
     for file, size in dict(content.get("files") or {}).items():
         if Path(file).name != file:
-            raise ValueError(f"OnnxDrafter: {path}: files must be names in this folder, got {file!r}")
+            raise ValueError(f"{who}: {path}: files must be names in this folder, got {file!r}")
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"OnnxDrafter: {folder / file} is missing")
+            raise FileNotFoundError(f"{who}: {folder / file} is missing")
         if (got := (folder / file).stat().st_size) != size:
-            raise ValueError(f"OnnxDrafter: {folder / file}: must have {size} bytes as {DRAFT_JSON} says, got {got}")
+            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {got}")
     return folder / name, metadata
 
 
-def check_same(path: Path, metadata: Mapping[str, Any], properties: Mapping[str, str]) -> None:
-    """Raise ValueError, naming a key, where the model's own metadata differs from that of draft.json."""
+def open_model(
+    folder: Path, kind: Kind, providers: Sequence[Any] | None, threads: int | None, session_options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """An ONNX Runtime session of a folder's model, and its metadata, found to be the same in both places.
+
+    Raises: ImportError without onnxruntime; FileNotFoundError or ValueError naming the file.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(f"{kind.loader}: needs onnxruntime (pip install 'pydflash[onnx]'): {error}") from error
+    path, metadata = read_description(folder, kind)
+    options = onnxruntime.SessionOptions() if session_options is None else session_options
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    chosen = ["CPUExecutionProvider"] if providers is None else list(providers)
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
+    except Exception as error:  # onnxruntime's own types
+        raise ValueError(f"{kind.loader}: {path}: ONNX Runtime cannot load it ({error})") from error
+    properties = session.get_modelmeta().custom_metadata_map
     own = {k.removeprefix(_PREFIX): json.loads(v) for k, v in properties.items() if k.startswith(_PREFIX)}
     for name in sorted(own.keys() | metadata.keys()):
         if own.get(name) != metadata.get(name):
             raise ValueError(
-                f"OnnxDrafter: {path}: {name} must be that of {DRAFT_JSON} ({metadata.get(name)!r}), "
+                f"{kind.loader}: {path}: {name} must be that of {kind.description} ({metadata.get(name)!r}), "
                 f"got {own.get(name)!r}; the files are of different exports"
             )
+    return session, metadata
 
 
 def dtype_of(metadata: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def tables(
             raise ValueError(
                 "export: the target must be given: this drafter has no embedding table and head of its own"
             )
-        embed, head, bias = _of_target(local_folder(target, None), config)
+        _, embed, head, bias = _fitting_tables(target, config)
     names = {}
     for key, theirs in (("embed", "embed_tokens.weight"), ("head", "lm_head.weight")):
         if theirs in found:
@@ -54,17 +54,30 @@ def tables(
             found[names[key]] = tensor
             if key == "head" and bias is not None:
                 found[f"{names[key].removesuffix('.weight')}.bias"] = bias
-    made = [_table(names[key], found) for key in ("embed", "head")]
+    made = [table_of(names[key], found) for key in ("embed", "head")]
     return made[0], made[1], found
 
 
-def _table(name: str, found: dict[str, Tensor]) -> Table:
+def table_of(name: str, found: dict[str, Tensor]) -> Table:
+    """The table of that name, and its bias where there is one."""
     bias = found.get(f"{name.removesuffix('.weight')}.bias")
     return Table(name, found[name].shape[0], lambda: plain(found[name]), None if bias is None else lambda: plain(bias))
 
 
-def _of_target(folder: Path, config: DrafterConfig) -> tuple[tuple[str, Tensor], tuple[str, Tensor], Tensor | None]:
-    """(name, tensor) of the embedding and of the head, and the head's bias, of a target's folder."""
+class TargetTables(NamedTuple):
+    """Name and tensor of a target's embedding and of its head (the same where they are tied), and the head's bias.
+
+    config: The content of config.json, of the text model where there are several.
+    """
+
+    config: dict[str, Any]
+    embed: tuple[str, Tensor]
+    head: tuple[str, Tensor]
+    bias: Tensor | None
+
+
+def target_tables(folder: Path, width: int) -> TargetTables:
+    """Read the tables of hidden size `width` from a target's folder; ValueError, naming the folder, without them."""
     raw = read_json(folder / "config.json")
     embeds: dict[str, Tensor] = {}
     heads: dict[str, Tensor] = {}
@@ -76,7 +89,6 @@ def _of_target(folder: Path, config: DrafterConfig) -> tuple[tuple[str, Tensor],
 
     for name, tensor in stored_tensors(folder, skip):
         (heads if _HEAD.fullmatch(name) else embeds)[name] = tensor
-    width = config.target_hidden_size
     fitting = {n: t for n, t in embeds.items() if t.dim() == 2 and t.shape[1] == width}
     if not fitting:
         raise ValueError(
@@ -84,27 +96,31 @@ def _of_target(folder: Path, config: DrafterConfig) -> tuple[tuple[str, Tensor],
         )
     name = min(fitting, key=len)
     text: dict[str, Any] = raw.get("text_config") or raw
-    check_target(
-        config,
-        hidden_size=int(text.get("hidden_size") or text.get("n_embd") or fitting[name].shape[1]),
-        num_layers=int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
-        vocab_size=int(text.get("vocab_size") or fitting[name].shape[0]),
-        embedding_rows=fitting[name].shape[0],
-    )
     own = {n: t for n, t in heads.items() if n.endswith(".weight")}
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-    if tied or not own:
-        if not tied:
-            raise ValueError(f"export: {folder}: must hold lm_head.weight (tie_word_embeddings is false)")
-        head = name
-    else:
-        head = min(own, key=len)
+    if not tied and not own:
+        raise ValueError(f"export: {folder}: must hold lm_head.weight (tie_word_embeddings is false)")
+    head = name if tied or not own else min(own, key=len)
     tensor = fitting[name] if head == name else own[head]
     for label, table in ((name, fitting[name]), (head, tensor)):
         if not table.is_floating_point() or table.dtype.itemsize < 2:
             kind = str(table.dtype).removeprefix("torch.")
             raise ValueError(f"export: {folder}: {label} must be a float tensor, not quantised, got {kind}")
-    return (name, fitting[name]), (head, tensor), heads.get(f"{head.removesuffix('.weight')}.bias")
+    return TargetTables(text, (name, fitting[name]), (head, tensor), heads.get(f"{head.removesuffix('.weight')}.bias"))
+
+
+def _fitting_tables(target: str | Path, config: DrafterConfig) -> TargetTables:
+    """The tables of a target that the drafter was made for."""
+    read = target_tables(local_folder(target, None), config.target_hidden_size)
+    rows, text = read.embed[1].shape[0], read.config
+    check_target(
+        config,
+        hidden_size=int(text.get("hidden_size") or text.get("n_embd") or config.target_hidden_size),
+        num_layers=int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
+        vocab_size=int(text.get("vocab_size") or rows),
+        embedding_rows=rows,
+    )
+    return read
 
 
 def modules_of(

@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pydflash.drafter import Drafter
 from pydflash.rope import frequencies
 
 from .linear import QUANTIZE, Table
-from .metadata import DATA, DRAFT_JSON, MODEL, describe, to_properties, write_draft_json
+from .metadata import DRAFT, Kind, describe, to_properties, write_description
 from .parity import Parity, compare
 from .tables import modules_of, plain, tables
 
@@ -89,9 +90,8 @@ def export_drafter(
 
     Raises: ValueError for what does not go together; RuntimeError where the graph does not compute what torch does.
     """
-    from onnx_ir import save
-
-    from .draft_graph import PROFILES, GraphOptions, Weights, build_draft_graph
+    from .draft_graph import PROFILES, GraphOptions, build_draft_graph
+    from .layer_graph import Weights
 
     begin = time.perf_counter()
     say = progress or (lambda text, done, total: None)
@@ -117,40 +117,25 @@ def export_drafter(
     )
     metadata = _metadata(config, options, embedding, head, dtype, checksum(tensors | found))
     model = build_draft_graph(config, weights, options, __version__, to_properties(metadata))
-    folder = Path(directory)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: directory must be a folder, got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".export.{os.getpid()}.part"
-    part.mkdir()
-    try:
-        save(
-            model,
-            part / MODEL,
-            external_data=DATA,
-            callback=lambda tensor, info: say("writing weights", info.index + 1, info.total),
-        )
-        sizes = {name: (part / name).stat().st_size for name in (MODEL, DATA)}
-        write_draft_json(part / DRAFT_JSON, metadata, sizes)
+    found_in = modules_of(embedding, head, found)
+    result: dict[str, Any] = {}
+    with staged(directory, DRAFT) as part:
+        save_model(model, part, DRAFT, say)
+        result["sizes"] = write_description(part, DRAFT, metadata)
         say("comparing with torch", 0, 1)
         torch_drafter = _torch_drafter(config, tensors)
-        parity, unchecked = _parity(part, torch_drafter, modules_of(embedding, head, found), dtype)
+        parity, result["unchecked"] = _parity(part, torch_drafter, found_in, dtype)
         exact = parity is not None and dtype == "float32" and quantize is None
         if parity is not None and exact and not (parity.difference or 0.0) < _MOST_DIFFERENCE:
             raise RuntimeError(f"export: the graph must compute what torch does, got {parity}")
-        difference = None
         if cross_check:
             from .cross_check import cross_check_difference
 
             say("exporting through torch.onnx", 0, 1)
             (part / "check").mkdir()
-            difference = cross_check_difference(torch_drafter, weights, __version__, part / "check")
-        _put_in_place(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    sizes[DRAFT_JSON] = (folder / DRAFT_JSON).stat().st_size
-    nodes = len(model.graph)
-    return Report(folder, sizes, nodes, parity, unchecked, difference, time.perf_counter() - begin, metadata)
+            result["cross_check"] = cross_check_difference(torch_drafter, weights, __version__, part / "check")
+    seconds = time.perf_counter() - begin
+    return Report(Path(directory), nodes=len(model.graph), parity=parity, seconds=seconds, metadata=metadata, **result)
 
 
 def _check_options(profiles: Mapping[str, int], profile: str, dtype: str, quantize: str | None) -> None:
@@ -207,8 +192,30 @@ def _parity(part: Path, drafter: Drafter, modules: tuple[Any, Any], dtype: str) 
     return compare(onnx, drafter, *modules), ""
 
 
-def _put_in_place(part: Path, folder: Path) -> None:
-    """Without draft.json nothing loads, so no mixture of two exports ever does."""
-    (folder / DRAFT_JSON).unlink(missing_ok=True)
-    for name in (DATA, MODEL, DRAFT_JSON):
-        os.replace(part / name, folder / name)
+@contextmanager
+def staged(directory: str | Path, kind: Kind) -> Iterator[Path]:
+    """A folder to write a model into, beside its place, where its files go at the end if nothing was raised."""
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"export: directory must be a folder, got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".export.{os.getpid()}.part"
+    part.mkdir()
+    try:
+        yield part
+        # Without the description nothing loads, so no mixture of two exports ever does.
+        (folder / kind.description).unlink(missing_ok=True)
+        for name in (kind.data, kind.model, kind.description):
+            os.replace(part / name, folder / name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def save_model(model: Any, part: Path, kind: Kind, say: Progress) -> None:
+    """Write a model and its data, each tensor made when its turn comes."""
+    from onnx_ir import save
+
+    def told(tensor: Any, info: Any) -> None:
+        say("writing weights", info.index + 1, info.total)
+
+    save(model, part / kind.model, external_data=kind.data, callback=told)

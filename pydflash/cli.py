@@ -279,8 +279,23 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.target == "smollm2":
         arguments.target = str(_module("smollm2").ensure_smollm2())
     check_sources(DRAFTER=arguments.drafter, target=arguments.target)
-    code: int = _module("export.command").run(arguments)
+    code: int = _module("export.command").run(arguments, _encode)
     return code
+
+
+def _encode(target: str, layer_ids: Sequence[int]) -> Any:
+    """The target itself in float32, from ids [1, P] to logits and features, for an exported one to agree with."""
+    import torch
+
+    from .target import Target
+
+    model = Target.from_pretrained(target, layer_ids=layer_ids, device="cpu", dtype="float32")
+
+    def encode(ids: Any) -> tuple[Any, Any]:
+        out = model.encode(torch.from_numpy(ids))
+        return out.logits.numpy(), None if out.features is None else out.features.numpy()
+
+    return encode
 
 
 def _demo(arguments: argparse.Namespace) -> int:
