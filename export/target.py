@@ -47,12 +47,17 @@ class OnnxTarget:
     Args:
         folder: Holds target.json, target.onnx and target.onnx.data.
         threads: Of one operator; None lets ONNX Runtime choose.
+        even: Run a single token in two rows. One row alone takes other kernels, whose rounding differs, and quantised
+            activations make much of it: with `even` a token's logits do not depend on how many went through
+            together, and greedy text is the same with and without drafts. Off, plain decoding is 5 to 20 % faster.
         session_options: An `onnxruntime.SessionOptions` for anything else.
 
     Raises: ImportError without onnxruntime; FileNotFoundError or ValueError, naming the file, for what is wrong there.
     """
 
-    def __init__(self, folder: str | Path, *, threads: int | None = None, session_options: Any = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, threads: int | None = None, even: bool = True, session_options: Any = None
+    ) -> None:
         # On the CPU only: a commit moves rows of the buffers on the host.
         self.session, self.metadata = open_model(Path(folder), TARGET, None, threads, session_options)
         sizes = self.metadata["sizes"]
@@ -63,6 +68,7 @@ class OnnxTarget:
         self.max_length: int | None = int(sizes["max_position_embeddings"])
         file = Path(folder) / "generation_config.json"
         self.generation_config = GenerationConfig(json.loads(file.read_text("utf-8")) if file.is_file() else {})
+        self.even = even
         self._closed = False
 
     # --- for hosts without torch ------------------------------------------------------------------------------
@@ -80,7 +86,10 @@ class OnnxTarget:
 
         Returns: logits [1, N, V] and features [1, S, F * H] (None without tapped layers).
         """
-        slots = ids.shape[1]
+        wanted = slots = ids.shape[1]
+        if slots == 1 and self.even:
+            ids, slots = np.repeat(ids, 2, 1), 2  # the second row sees itself, and nobody sees it
+            depths, visible = np.zeros((1, 2), np.int64), np.eye(2, dtype=np.bool_)[None]
         cache.reserve(cache.length + slots)
         binding = self.session.io_binding()
         inputs = {
@@ -100,7 +109,7 @@ class OnnxTarget:
             binding.bind_ortvalue_output(f"present.{name}", value)
         self.session.run_with_iobinding(binding)
         found = [value.numpy() for value in binding.get_outputs()[: len(names)]]
-        return found[0], found[1] if len(found) > 1 else None
+        return found[0], found[1][:, :wanted] if len(found) > 1 else None
 
     # --- for the loop -----------------------------------------------------------------------------------------
 
