@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ class DeviceLoop:
         self.block_size, self.draft_sampling = block_size, draft_sampling
         self._free: list[DeviceRound] = []
         # On a CPU a launched round is a finished one: running ahead would only waste the last.
-        self._accelerator = _backends.accelerator(target.device)
         self._ahead = 1 if self._accelerator is None else 2
         if paths.auto and drafter is not None:
             sizes = paths.sizes()
@@ -102,6 +102,10 @@ class DeviceLoop:
             for i, request in enumerate(requests)
         ]
         return torch.cat(rows)
+
+    @property
+    def _accelerator(self) -> Any:
+        return _backends.accelerator(self.target.device)
 
     def retire(self, requests: Sequence[Request], row: int) -> None:
         """One request of a batch is finished."""
