@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -116,3 +117,10 @@ def test_trees_are_timed_behind_all_that_runs(monkeypatch: pytest.MonkeyPatch) -
     spec = Speculator(model, drafter, path="tree", target_path="fast")
     assert spec._paths.num_nodes in (3, 15, 31, 63)
     assert streams.log == ["synchronize all"] * (2 * len(spec._paths.costs))
+
+
+def test_a_speculator_on_an_accelerator_is_deep_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends, "accelerator", lambda device: torch.xpu)  # a module, which copy cannot take
+    model, drafter = pair(2, "cpu")
+    other = copy.deepcopy(Speculator(model, drafter, target_path="fast"))
+    assert other._loop._ahead == 2  # type: ignore[attr-defined]
