@@ -3,9 +3,9 @@
     python bench/onnx_generate.py smollm2 --drafter models/smollm2-135m-instruct-dflash2 --prompts gsm8k.jsonl \\
         mbpp.jsonl --threads 2 --json bench/results/onnx_generate.json
 
-Greedy, the methods take turns prompt by prompt. "plain" rows run single tokens as such (`even=False`), the fastest way;
-the drafted text is compared with the same target's own, decoded with `even=True`. Tokens per second are of the decoding
-alone, over all prompts.
+Greedy, the methods take turns prompt by prompt; of a prompt's repeats the fastest counts, since the machine is shared.
+"plain" rows run single tokens as such (`even=False`), the fastest way; the drafted text is compared with the same
+target's own, decoded with `even=True`. Tokens per second are of the decoding alone, over all prompts.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=3, help="of each file")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -49,6 +50,7 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     layer_ids = Drafter.from_pretrained(args.drafter).config.target_layer_ids
     specs: dict[str, Speculator] = {}
+    exact: dict[str, Speculator] = {}
     with tempfile.TemporaryDirectory() as work:
         for bits in dict.fromkeys(b for pair in PAIRS for b in pair):
             place = Path(work) / str(bits)
@@ -58,9 +60,9 @@ def main() -> None:
         specs["torch bfloat16, plain"] = Speculator(torch_target, None, tokenizer)
         for bits in dict.fromkeys(pair[0] for pair in PAIRS):
             place = Path(work) / str(bits)
-            for even in (False, True):
-                own = OnnxTarget(place, threads=args.threads, even=even)
-                specs[f"{bits or 'float32'}, {'plain, even' if even else 'plain'}"] = Speculator(own, None, tokenizer)
+            own = OnnxTarget(place, threads=args.threads, even=False)
+            specs[f"{bits or 'float32'}, plain"] = Speculator(own, None, tokenizer)
+            exact[bits or "float32"] = Speculator(OnnxTarget(place, threads=args.threads), None, tokenizer)
         for target, bits in PAIRS:
             drafter = OnnxDrafter(Path(work) / str(bits), threads=args.threads)
             own = OnnxTarget(Path(work) / str(target), threads=args.threads)
@@ -70,15 +72,20 @@ def main() -> None:
         for spec in specs.values():
             spec.generate(prompts[0], 8, temperature=0.0)
         for prompt in prompts:
-            texts = {}
-            for name, spec in specs.items():
-                out = spec.generate(prompt, args.max_new_tokens, temperature=0.0)
-                texts[name] = out.token_ids
-                row = totals[name]
-                row["tokens"] += len(out.token_ids) - 1
-                row["seconds"] += out.stats.decode_seconds
-                row["rounds"] += len(out.stats.num_accepted)
-                row["same"] += texts.get(f"{name.split(',')[0]}, plain, even") == out.token_ids
+            texts = {
+                bits: s.generate(prompt, args.max_new_tokens, temperature=0.0).token_ids for bits, s in exact.items()
+            }
+            seconds: dict[str, float] = {}
+            for repeat in range(args.repeats):
+                for name, spec in specs.items():
+                    out = spec.generate(prompt, args.max_new_tokens, temperature=0.0)
+                    seconds[name] = min(seconds.get(name, out.stats.decode_seconds), out.stats.decode_seconds)
+                    if repeat == 0:
+                        totals[name]["tokens"] += len(out.token_ids) - 1
+                        totals[name]["rounds"] += len(out.stats.num_accepted)
+                        totals[name]["same"] += texts.get(name.split(",")[0]) == out.token_ids
+            for name, best in seconds.items():
+                totals[name]["seconds"] += best
     rows = []
     for name, row in totals.items():
         plain = totals.get(f"{name.split(',')[0]}, plain", totals["torch bfloat16, plain"])

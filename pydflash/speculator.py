@@ -50,8 +50,8 @@ class Speculator:
     """Lossless speculative decoding of a target with a drafter; plain decoding where the drafter is None.
 
     Args:
-        model: A transformers causal LM, or a `Target`.
-        drafter: A `Drafter`, anything with its three methods, or None.
+        model: A transformers causal LM, a `Target`, or a `pydflash.export.OnnxTarget`.
+        drafter: A `Drafter`, anything with its three methods (a `pydflash.export.OnnxDrafter`), or None.
         tokenizer: Needed for text in and text out; token ids work without.
         block_size: Slots per block, anchor included, at most the trained size (the default).
         path: How drafts are chosen from the lattice: "walk", "viterbi" (its most probable path), or "tree" (its

@@ -282,6 +282,20 @@ def test_quantised_graphs_leave_the_text_alone(fitted: dict[str, Any], quantize:
     assert quantize in got.stats.backends["drafter"]
 
 
+def test_a_host_can_share_its_own_tables(tmp_path: Path) -> None:
+    """Under the target's names; a head of zeros makes every logit the same, so the lowest ids are the candidates."""
+    import onnxruntime
+
+    found = export(tmp_path, build_drafter(1))
+    options, zeros = onnxruntime.SessionOptions(), np.zeros((VOCAB, 64), np.float32)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(zeros)
+    options.add_initializer("lm_head.weight", value)
+    onnx = OnnxDrafter(found.folder, session_options=options)
+    cache = onnx.new_cache(1, 8)
+    onnx.append_context(np.ones((1, 5, found.drafter.fc.in_features), np.float32), cache)
+    assert onnx.propose(np.array([3]), cache).candidates[0].tolist() == [[*range(16)]] * 3
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
