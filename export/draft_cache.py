@@ -11,10 +11,17 @@ from pydflash.config import DrafterConfig
 
 from .metadata import POSITIONS
 
-BUCKET = 128  # rows by which a buffer grows
+BUCKET = 128  # rows by which a buffer grows: what attention costs follows its size
 _ON_CUDA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 
 Array = NDArray[Any]
+
+
+def grown(buffer: Array, positions: int, held: int) -> Array:
+    """A buffer for at least that many positions, with the first `held` rows of `buffer` [B, Hkv, rows, D]."""
+    larger = np.zeros((*buffer.shape[:2], -(-positions // BUCKET) * BUCKET, buffer.shape[3]), buffer.dtype)
+    larger[:, :, :held] = buffer[:, :, :held]
+    return larger
 
 
 class DraftCache:
@@ -96,16 +103,9 @@ class DraftCache:
         return [value.numpy() for value in found[: len(names)]]
 
     def _reserve(self, positions: int) -> None:
-        """Buffers for that many positions, in steps of 128: what attention costs follows their size."""
-        rows = -(-positions // BUCKET) * BUCKET
-        if rows <= self.rows:
-            return
-        grown = []
-        for value in self._values:
-            buffer = np.zeros((*self._shape[:2], rows, self._shape[3]), self.dtype)
-            buffer[:, :, : self.held] = value.numpy()[:, :, : self.held]
-            grown.append(self._value(buffer))
-        self._values = grown
+        """Buffers for that many positions."""
+        if positions > self.rows:
+            self._values = [self._value(grown(value.numpy(), positions, self.held)) for value in self._values]
 
     def _value(self, array: Array) -> Any:
         import onnxruntime

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-BUCKET = 128  # rows by which a buffer grows: what attention costs follows its size
+from .draft_cache import grown
 
 
 class BufferCache:
@@ -29,16 +27,9 @@ class BufferCache:
         """Buffers for that many positions."""
         from onnxruntime import OrtValue
 
-        rows = -(-positions // BUCKET) * BUCKET
-        if rows <= self._arrays[0].shape[2]:
-            return
-        grown = []
-        for array in self._arrays:
-            buffer = np.zeros((*array.shape[:2], rows, array.shape[3]), np.float32)
-            buffer[:, :, : self.length] = array[:, :, : self.length]
-            grown.append(buffer)
-        self._arrays = grown
-        self.values = [OrtValue.ortvalue_from_numpy(array) for array in grown]  # they share the arrays' memory
+        if positions > self._arrays[0].shape[2]:
+            self._arrays = [grown(array, positions, self.length) for array in self._arrays]
+            self.values = [OrtValue.ortvalue_from_numpy(array) for array in self._arrays]  # of the arrays' memory
 
     def commit(self, slots: list[int]) -> None:
         """Keep these slots of the open block, in order, and forget the others."""

@@ -185,7 +185,7 @@ def test_heavy_packages_wait_until_they_are_needed() -> None:
 
 
 def test_the_drafter_on_onnx_runtime_imports_neither_torch_nor_onnx() -> None:
-    needed = {"drafter", "draft_cache", "metadata", "walk"}
+    needed = {"drafter", "draft_cache", "metadata", "target", "target_cache", "walk"}
     for name in needed:
         found = imports_of(EXPORT / f"{name}.py")
         assert not {f.name.split(".")[0] for f in found} & {"torch", "transformers", "onnx", "onnx_ir"}, name
