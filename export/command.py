@@ -49,10 +49,14 @@ def run(arguments: argparse.Namespace, encode: Callable[[str, Sequence[int]], An
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from .write import export_drafter
-    from .write_target import export_target
+    from .write_target import check_place, export_target
 
-    if arguments.with_target and arguments.target is None:
-        raise ValueError("export: --target must be given with --with-target")
+    if arguments.with_target:
+        if arguments.target is None:
+            raise ValueError("export: --target must be given with --with-target")
+        if arguments.no_embed:
+            raise ValueError("export: --no-embed must not be given with --with-target, whose table is in its graph")
+        check_place(arguments.target, arguments.output)
 
     columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

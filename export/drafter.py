@@ -147,9 +147,12 @@ class OnnxDrafter:
         size = config.block_size if block_size is None else block_size
         if not 1 <= size <= config.block_size:
             raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size}")
-        ids = as_numpy(anchors).astype(np.int64)
+        ids = as_numpy(anchors)
         if ids.shape != (cache.batch,):
             raise ValueError(f"propose: anchors must be [{cache.batch}], got {list(ids.shape)}")
+        if ids.dtype.kind not in "iu" or ids.min() < 0:  # a graph would read the table from its end
+            raise ValueError(f"propose: anchors must be token ids, got {ids.tolist()}")
+        ids = ids.astype(np.int64)
         starts = np.full(cache.batch, cache.length)
         # Two slots are the fewest that a run has: before 1.31, ONNX Runtime crashes where no slot is left to draft.
         while cache.waiting > CHUNK:
@@ -196,7 +199,7 @@ class OnnxDrafter:
 
     def _rows(self, block: Array, embed: Any) -> Array:
         table = getattr(embed, "weight", embed)
-        if table is None:
+        if table is None or getattr(table, "is_meta", False):
             raise ValueError("propose: embed must be the target's table: this graph was exported without one")
         used = table[sys.modules["torch"].from_numpy(block)] if hasattr(table, "detach") else table[block]
         return (as_numpy(used) * np.float32(self.config.input_embedding_scale)).astype(self.dtype)

@@ -86,7 +86,10 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
         raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
-    for file, size in dict(content.get("files") or {}).items():
+    files = content.get("files") or {}
+    if not isinstance(files, dict):
+        raise ValueError(f"{who}: {path}: files must be names and sizes, got {files!r}")
+    for file, size in files.items():
         if Path(file).name != file:
             raise ValueError(f"{who}: {path}: files must be names in this folder, got {file!r}")
         if not (folder / file).is_file():
@@ -111,9 +114,10 @@ def open_model(
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     if threads is not None:
         options.intra_op_num_threads = threads
-    chosen = ["CPUExecutionProvider"] if providers is None else list(providers)
+    chosen = ["CPUExecutionProvider"] if providers is None else providers
+    _check_providers(kind, chosen)
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
+        session = onnxruntime.InferenceSession(str(path), options, providers=list(chosen))
     except Exception as error:  # onnxruntime's own types
         raise ValueError(f"{kind.loader}: {path}: ONNX Runtime cannot load it ({error})") from error
     properties = session.get_modelmeta().custom_metadata_map
@@ -125,6 +129,16 @@ def open_model(
                 f"got {own.get(name)!r}; the files are of different exports"
             )
     return session, metadata
+
+
+def _check_providers(kind: Kind, providers: Sequence[Any]) -> None:
+    """ONNX Runtime would only warn, and run on the CPU, where no provider asked for is there."""
+    from onnxruntime import get_all_providers, get_available_providers
+
+    available = get_available_providers()
+    names = [] if isinstance(providers, str) else [p if isinstance(p, str) else p[0] for p in providers]
+    if not set(names) & set(available) or not set(names) <= {*get_all_providers(), *available}:
+        raise ValueError(f"{kind.loader}: providers must be a list out of {', '.join(available)}, got {providers!r}")
 
 
 def dtype_of(metadata: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .metadata import TARGET, open_model
+from .metadata import POSITIONS, TARGET, open_model
 from .target_cache import BufferCache
 
 Array = NDArray[Any]
@@ -65,7 +65,7 @@ class OnnxTarget:
         self.layer_ids = tuple(self.metadata["target_layer_ids"])
         self.hidden_size, self.num_layers = int(sizes["hidden_size"]), int(sizes["num_layers"])
         self.vocab_size = int(self.metadata["head_rows"])
-        self.max_length: int | None = int(sizes["max_position_embeddings"])
+        self.max_length: int | None = min(int(sizes["max_position_embeddings"]), POSITIONS)
         file = Path(folder) / "generation_config.json"
         self.generation_config = GenerationConfig(json.loads(file.read_text("utf-8")) if file.is_file() else {})
         self.even = even

@@ -31,10 +31,14 @@ class BufferCache:
             self._arrays = [grown(array, positions, self.length) for array in self._arrays]
             self.values = [OrtValue.ortvalue_from_numpy(array) for array in self._arrays]  # of the arrays' memory
 
+    def advance(self, rows: int) -> None:
+        """Commit the first `rows` slots of the open block; fewer than none go back."""
+        self.length, self.open = self.length + rows, 0
+
     def commit(self, slots: list[int]) -> None:
         """Keep these slots of the open block, in order, and forget the others."""
         if slots != [*range(len(slots))]:
             index = self.length + np.array(slots)
             for array in self._arrays:
                 array[:, :, self.length : self.length + len(slots)] = array[:, :, index]
-        self.length, self.open = self.length + len(slots), 0
+        self.advance(len(slots))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from .tables import modules_of, plain, tables
 
 DTYPES = ("float32", "float16")
 _MOST_DIFFERENCE = 1e-4  # of a float32 graph's scores, relative
+_LEAST_SAME = 0.9  # of its candidates; near ties may fall either way
 
 Progress = Callable[[str, int, int], None]
 
@@ -98,6 +100,8 @@ def export_drafter(
     _check_options(PROFILES, profile, dtype, quantize)
     say("reading the checkpoint", 0, 1)
     config, tensors = load_checkpoint(drafter)
+    if not embed and (own := sorted(tensors.keys() & {"embed_tokens.weight", "mask_embedding"})):
+        raise ValueError(f"export: embed must be True for a drafter with its own {', '.join(own)}, got False")
     embedding, head, found = tables(target, config, tensors)
     options = GraphOptions(
         profile=profile,
@@ -125,8 +129,8 @@ def export_drafter(
         say("comparing with torch", 0, 1)
         torch_drafter = _torch_drafter(config, tensors)
         parity, result["unchecked"] = _parity(part, torch_drafter, found_in, dtype)
-        exact = parity is not None and dtype == "float32" and quantize is None
-        if parity is not None and exact and not (parity.difference or 0.0) < _MOST_DIFFERENCE:
+        exact = dtype == "float32" and quantize is None
+        if parity is not None and exact and not _same(parity):
             raise RuntimeError(f"export: the graph must compute what torch does, got {parity}")
         if cross_check:
             from .cross_check import cross_check_difference
@@ -136,6 +140,12 @@ def export_drafter(
             result["cross_check"] = cross_check_difference(torch_drafter, weights, __version__, part / "check")
     seconds = time.perf_counter() - begin
     return Report(Path(directory), nodes=len(model.graph), parity=parity, seconds=seconds, metadata=metadata, **result)
+
+
+def _same(parity: Parity) -> bool:
+    """Scores are compared where the candidates agree, so these must agree nearly everywhere."""
+    close = parity.difference is not None and parity.difference < _MOST_DIFFERENCE
+    return close and parity.candidates > _LEAST_SAME
 
 
 def _check_options(profiles: Mapping[str, int], profile: str, dtype: str, quantize: str | None) -> None:
@@ -199,8 +209,7 @@ def staged(directory: str | Path, kind: Kind) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"export: directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".export.{os.getpid()}.part"
-    part.mkdir()
+    part = Path(tempfile.mkdtemp(".part", ".export.", folder))  # a killed export may have had the same process id
     try:
         yield part
         # Without the description nothing loads, so no mixture of two exports ever does.

@@ -60,6 +60,7 @@ def export_target(
     if quantize not in QUANTIZE:
         raise ValueError(f"export: quantize must be None, '8bit', '4bit' or 'int8', got {quantize!r}")
     folder = local_folder(target, None)
+    check_place(folder, directory)
     say("reading the target", 0, 1)
     stored = {
         name.removeprefix("model."): tensor
@@ -108,6 +109,16 @@ def export_target(
     lines = [f"{directory}: target, {kind}"]
     lines += [f"  {name:18} {size / 1e6:10.3f} MB" for name, size in written.items()]
     return [*lines, f"  beside the model: {told}"]
+
+
+def check_place(target: str | Path, directory: str | Path) -> None:
+    """ValueError where the target's config.json would replace that of another checkpoint."""
+    folder = Path(directory)
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin"))
+    if found and folder.resolve() != local_folder(target, None).resolve():
+        raise ValueError(
+            f"export: directory must hold no other checkpoint beside a target, {folder} holds {few(found)}"
+        )
 
 
 def _compare(part: Path, reference: Reference, vocab_size: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,22 @@ def test_no_target_is_an_error_where_tables_are_needed(work: Path) -> None:
         export_drafter(work / "drafter", None, work / "out")
 
 
-def test_a_graph_that_differs_is_not_put_in_place(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("parity", "message"),
+    [
+        (Parity(0.01, 1.0, 1.0), r"scores within 1\.0e-02"),
+        (Parity(float("nan"), 1.0, 1.0), "scores within nan"),
+        (Parity(None, 0.0, 0.3), "30.0% of candidates"),  # no slot is left whose scores could be compared
+        (Parity(1e-7, 0.5, 0.5), "50.0% of candidates"),
+    ],
+)
+def test_a_graph_that_differs_is_not_put_in_place(
+    work: Path, monkeypatch: pytest.MonkeyPatch, parity: Parity, message: str
+) -> None:
     found = export(work, build_drafter(2))
     before = {p.name: p.read_bytes() for p in found.folder.iterdir()}
-    monkeypatch.setattr("pydflash.export.write.compare", lambda *_: Parity(0.01, 1.0, 1.0))
-    with pytest.raises(RuntimeError, match=r"must compute what torch does, got scores within 1\.0e-02"):
+    monkeypatch.setattr("pydflash.export.write.compare", lambda *_: parity)
+    with pytest.raises(RuntimeError, match=f"must compute what torch does, got .*{message}"):
         export_drafter(work / "drafter", work / "target", found.folder)
     assert {p.name: p.read_bytes() for p in found.folder.iterdir()} == before
 
@@ -160,3 +172,33 @@ def test_vocabulary_of_the_tables_is_the_targets(work: Path) -> None:
     report = export_drafter(work / "drafter", work / "target", work / "out")
     assert report.parity is not None
     assert report.parity.drafts == 1.0
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "mask_embedding"])
+@pytest.mark.parametrize("quantize", [None, "8bit"])
+def test_rows_from_outside_cannot_replace_the_drafters_own(work: Path, name: str, quantize: str | None) -> None:
+    drafter = build_drafter(1)
+    drafter.load_canonical(drafter.canonical() | {name: torch.ones((VOCAB, HIDDEN) if "tokens" in name else HIDDEN)})
+    drafter.save_pretrained(work / "drafter")
+    with pytest.raises(ValueError, match=f"embed must be True for a drafter with its own {name}"):
+        export_drafter(work / "drafter", work / "target", work / "out", embed=False, quantize=quantize)
+    assert not (work / "out").exists()
+
+
+def test_a_target_is_not_written_over_a_drafters_checkpoint(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {p.name: p.read_bytes() for p in (work / "drafter").iterdir()}
+    assert main([*command(work, "--with-target")[:-2], str(work / "drafter"), "--with-target"]) == 2
+    assert "must hold no other checkpoint" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in (work / "drafter").iterdir()} == before
+
+
+def test_a_target_in_onnx_has_no_table_to_give(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(work, "--with-target", "--no-embed")) == 2
+    assert "--no-embed must not be given with --with-target" in capsys.readouterr().err
+    assert not (work / "out").exists()
+
+
+def test_what_a_killed_export_left_is_not_in_the_way(work: Path) -> None:
+    (work / "out" / f".export.{os.getpid()}.part").mkdir(parents=True)
+    export_drafter(work / "drafter", work / "target", work / "out")
+    assert (work / "out" / "draft.json").is_file()

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,8 @@ def test_a_graph_without_embedding_takes_rows_of_the_table(tmp_path: Path, versi
         drafter.append_context(features, caches[1])
         with pytest.raises(ValueError, match="embed must be the target's table"):
             onnx.propose(anchor, caches[0])
+        with pytest.raises(ValueError, match="embed must be the target's table"):
+            onnx.propose(anchor, caches[0], embed=found.table.to("meta"))
         want = drafter.propose(anchor, caches[1], embed=found.table, head=found.head)
         assert_same(onnx.propose(anchor, caches[0], embed=found.table), want)
         table = nn.Embedding.from_pretrained(found.table)
@@ -312,11 +315,29 @@ def test_rows_that_do_not_fit_are_refused(v2: Exported) -> None:
         onnx.propose(np.array([1]), cache, block_size=5)
     with pytest.raises(ValueError, match=r"anchors must be \[1\], got \[2\]"):
         onnx.propose(np.array([1, 2]), cache)
+    for anchors in (np.array([-1]), np.array([3.7])):
+        with pytest.raises(ValueError, match="anchors must be token ids"):
+            onnx.propose(anchors, cache)
     with pytest.raises(ValueError, match=r"counts must be one number .*got \[1, 2\]"):
         onnx.append_context(np.zeros((2, 2, width), np.float32), onnx.new_cache(2, 8), np.array([1, 2]))
     for batch, capacity in ((0, 5), (1, 0), (1, 1 << 20)):
         with pytest.raises(ValueError, match="new_cache: batch must be >= 1 and capacity"):
             onnx.new_cache(batch, capacity)
+
+
+@pytest.mark.parametrize(
+    "providers", ["CPUExecutionProvider", [], ["Nope"], ["Nope", "CPUExecutionProvider"], ["RknpuExecutionProvider"]]
+)
+def test_providers_that_are_not_there_are_refused(v2: Exported, providers: Any) -> None:
+    with pytest.raises(ValueError, match=r"providers must be a list out of .*CPUExecutionProvider.*, got"):
+        OnnxDrafter(v2.folder, providers=providers)
+
+
+def test_providers_may_fall_back_where_that_is_asked_for(v2: Exported) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        onnx = OnnxDrafter(v2.folder, providers=["RknpuExecutionProvider", ("CPUExecutionProvider", {})])
+    assert onnx.providers == ["CPUExecutionProvider"]
 
 
 def test_the_graph_itself_refuses_rows_beyond_the_buffer(tmp_path: Path) -> None:
@@ -347,6 +368,7 @@ def broken(folder: Path, copy: Path, change: Any) -> Path:
         (lambda c: c.pop("metadata"), "must hold metadata"),
         (lambda c: c.update(model="../draft.onnx"), "model must be the name of an .onnx file of this folder"),
         (lambda c: c.update(model="/etc/passwd"), "model must be the name of an .onnx file of this folder"),
+        (lambda c: c.update(files=[1]), "files must be names and sizes"),
         (lambda c: c["files"].update({"../x": 1}), "files must be names in this folder"),
         (lambda c: c["files"].update({"draft.onnx.data": 5}), "must have 5 bytes as draft.json says"),
     ],

@@ -108,7 +108,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": model, "drafter": drafter, "folder": folder, "work": work}
 
 
-@pytest.mark.parametrize("path", ["walk", "tree"])
+@pytest.mark.parametrize("path", ["walk", "tree", "auto tree"])
 @pytest.mark.parametrize("quantize", [None, "8bit", "4bit", "int8"])
 def test_greedy_text_is_that_of_the_same_target_decoded_plainly(
     pair: dict[str, Any], quantize: str | None, path: str, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +117,7 @@ def test_greedy_text_is_that_of_the_same_target_decoded_plainly(
     monkeypatch.setattr(type(pair["model"]), "forward", None)  # no torch forward from here on
     monkeypatch.setattr(nn.Linear, "forward", None)
     target, drafter = OnnxTarget(folder), OnnxDrafter(pair["folder"])
-    options: dict[str, Any] = {"path": path} | ({"num_nodes": 12} if path == "tree" else {})
+    options: dict[str, Any] = {"path": path.split()[-1]} | ({"num_nodes": 12} if path == "tree" else {})
     spec, plain = Speculator(target, drafter, **options), Speculator(OnnxTarget(folder), None)
     accepted = []
     for prompt in [*fitted_prompts()[:3], torch.arange(30)]:
@@ -232,3 +232,8 @@ def test_logits_do_not_depend_on_how_many_tokens_go_through_together(tmp_path: P
 
     for size in (1, 2, 5):
         np.testing.assert_array_equal(logits(size), logits(13))
+
+
+def test_positions_end_where_the_rotary_tables_do(tmp_path: Path) -> None:
+    model = TINY["llama"](max_position_embeddings=1 << 21)
+    assert OnnxTarget(written(tmp_path, model)).max_length == 1 << 20
