@@ -1,4 +1,4 @@
-// One Python module per backend, compiled from this file with PYDFLASH_BACKEND = cpu | cuda | sycl.
+// One Python module per backend, compiled from this file with PYDFLASH_BACKEND = cpu | cuda | sycl_backend.
 // Per op: check the arguments, fill the params, release the GIL, launch.
 #include "bindings.h"
 

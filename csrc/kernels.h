@@ -282,6 +282,23 @@ int64_t scratch_bytes(const RejectSampleParams& params);
 const char* description();                   // the architectures this was compiled for
 const char* select_level(const char* name);  // null: there is one level
 }  // namespace cuda
+
+// Not "sycl", which inside pydflash would hide SYCL's own namespace.
+namespace sycl_backend {
+PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
+template <class Params>
+int64_t scratch_bytes(const Params&) {
+  return 0;
+}
+int64_t scratch_bytes(const BlockAttentionParams& params);
+int64_t scratch_bytes(const PathSelectParams& params);
+int64_t scratch_bytes(const PathTreeParams& params);
+int64_t scratch_bytes(const PathViterbiParams& params);
+int64_t scratch_bytes(const RejectSampleParams& params);
+const char* description();                   // how kernels are compiled
+const char* select_level(const char* name);  // null: there is one level
+}  // namespace sycl_backend
 #undef PYDFLASH_DECLARE
 
 }  // namespace pydflash

@@ -7,8 +7,12 @@ a device context: a module is loaded when it is first asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -44,6 +48,11 @@ def load(name: str) -> Backend:
     import torch  # noqa: F401  # its OpenMP and device libraries come first, so that one copy serves both
 
     module = f"{__package__}._{name}"
+    if name == "sycl" and importlib.util.find_spec(module) is not None:
+        from . import _sycl_runtime
+
+        if reason := _sycl_runtime.prepare():
+            return Backend(name, None, reason)
     try:
         return Backend(name, importlib.import_module(module), "")
     except ModuleNotFoundError as error:
@@ -79,6 +88,36 @@ def _why_not_installed() -> str:
     return "the package is not installed (run `pip install .`; the source tree alone has no native modules)"
 
 
+_on_cpu: ContextVar[str] = ContextVar("_on_cpu", default="cpu")
+
+
+def name_for(device_type: str) -> str:
+    """The backend that runs the ops on tensors of a device."""
+    return _on_cpu.get() if device_type == "cpu" else {"xpu": "sycl"}.get(device_type, device_type)
+
+
+def accelerator(device: Any) -> Any:
+    """torch.cuda or torch.xpu for a device of theirs, whose streams and events go by the same names; else None."""
+    import torch
+
+    return getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Inside the block backend `name`, "cpu" or "sycl", runs the ops on tensors of the CPU.
+
+    So SYCL kernels can be tested without a GPU.
+    """
+    if name not in ("cpu", "sycl"):
+        raise ValueError(f"running: backend must be 'cpu' or 'sycl' for tensors of the CPU, got {name!r}")
+    token = _on_cpu.set(name)
+    try:
+        yield
+    finally:
+        _on_cpu.reset(token)
+
+
 def backends() -> dict[str, Backend]:
     """All backends with their state: what was built, what is usable, and why not.
 
@@ -109,7 +148,7 @@ def choose(backend: str, device_type: str) -> str:
         return "reference (plain torch)"
     if backend not in ("auto", "native"):
         raise ValueError(f"Speculator: backend must be 'auto', 'native' or 'reference', got {backend!r}")
-    loaded = load({"xpu": "sycl"}.get(device_type, device_type))
+    loaded = load(name_for(device_type))
     if loaded.module is None:
         raise RuntimeError(
             f"Speculator: there are no native ops for {device_type} ({loaded.reason}); "

@@ -41,11 +41,17 @@ def _module(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
     for t in tensors:
         if t is not None and t.device != device:
             raise ValueError(f"{op}: all tensors must be on {device}, got one on {t.device}")
-    backend = _backends.load(device.type)
+    backend = _backends.load(_backends.name_for(device.type))
     if backend.module is None:
-        raise RuntimeError(f"{op}: the {device.type} backend is not usable: {backend.reason}")
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return backend.module, stream, device.index or 0
+        raise RuntimeError(f"{op}: the {backend.name} backend is not usable: {backend.reason}")
+    return backend.module, _stream(device), device.index or 0
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream of a device as the kernels take it; 0 on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device).cuda_stream
+    return torch.xpu.current_stream(device).sycl_queue if device.type == "xpu" else 0
 
 
 def _scratch(like: Tensor) -> Callable[[int], int]:

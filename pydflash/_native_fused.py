@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _backends
 from . import reference_fused as reference
 from ._native import _capsule, _module, _rows, library
 
@@ -174,6 +176,11 @@ def round_commit(
     module.round_commit(*[_capsule(t) for t in (*arguments, *state)], stream, device)
 
 
+def _on_cpu(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The CPU backend has no fused kernels; another one that runs on the CPU has."""
+    return lambda *arguments: (plain if _backends.name_for("cpu") == "cpu" else compiled)(*arguments)
+
+
 def _reference_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, weight_offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:
@@ -184,13 +191,15 @@ def _reference_norm(
 for _name, _impl, _plain in (
     ("add_rms_norm", add_rms_norm, _reference_norm),
     ("swiglu", swiglu, reference.swiglu),
-    ("skinny_linear", skinny_linear, reference.skinny_linear),
     ("head_norm_rope", head_norm_rope, reference.head_norm_rope),
     ("context_append", context_append, reference.context_append),
     ("round_commit", round_commit, reference.round_commit),
 ):
-    library.impl(_name, _impl, "CUDA")
-    library.impl(_name, _plain, "CPU")
+    for _key in ("CUDA", "XPU"):
+        library.impl(_name, _impl, _key)
+    library.impl(_name, _on_cpu(_impl, _plain), "CPU")
+library.impl("skinny_linear", skinny_linear, "CUDA")
+library.impl("skinny_linear", reference.skinny_linear, "CPU")
 
 torch.library.register_fake("pydflash::add_rms_norm", lambda x, delta, *_: _norm_outputs(x, delta), lib=library)
 torch.library.register_fake("pydflash::swiglu", _half, lib=library)

@@ -289,11 +289,14 @@ def machine(target: Any) -> dict[str, Any]:
 
     import torch
 
+    from ._backends import accelerator
+
+    gpu = accelerator(target.device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     return {
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else cpu,
+        "device": cpu if gpu is None else gpu.get_device_name(target.device),
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _backends, ops
 from .device_round import DeviceRound, Row, verify_seconds
 from .drafter import Drafter
 from .paths import Block, Paths, bushy
@@ -43,7 +43,8 @@ class DeviceLoop:
         self.block_size, self.draft_sampling = block_size, draft_sampling
         self._free: list[DeviceRound] = []
         # On a CPU a launched round is a finished one: running ahead would only waste the last.
-        self._ahead = 2 if target.device.type == "cuda" else 1
+        self._accelerator = _backends.accelerator(target.device)
+        self._ahead = 1 if self._accelerator is None else 2
         if paths.auto and drafter is not None:
             sizes = paths.sizes()
             trees = {size: tree_of(bushy(size, paths.slots), target.device) for size in sizes}
@@ -105,8 +106,8 @@ class DeviceLoop:
     def retire(self, requests: Sequence[Request], row: int) -> None:
         """One request of a batch is finished."""
         requests[0].state.retire(row)
-        if self.target.device.type == "cuda":
-            requests[row].stats.peak_bytes = torch.cuda.max_memory_allocated(self.target.device)
+        if self._accelerator is not None:
+            requests[row].stats.peak_bytes = self._accelerator.max_memory_allocated(self.target.device)
 
     def end(self, requests: Sequence[Request]) -> None:
         """A batch is finished or abandoned: its buffers go to the next one."""
@@ -117,8 +118,8 @@ class DeviceLoop:
             request.state = None
             rounds.retire(row)
         rounds.abandon()
-        if self.target.device.type == "cuda":
-            rounds.ended = torch.cuda.current_stream(self.target.device).record_event()
+        if self._accelerator is not None:
+            rounds.ended = self._accelerator.current_stream(self.target.device).record_event()
         with _LOCK:
             self._free.append(rounds)
             del self._free[:-_KEPT]
@@ -131,8 +132,8 @@ class DeviceLoop:
                 same = (rounds.batch, rounds.sampled, rounds.pieces) == (batch, sampled, pieces)
                 if same and needed <= rounds.capacity <= 2 * capacity:
                     self._free.remove(rounds)
-                    if rounds.ended is not None:
-                        torch.cuda.current_stream(self.target.device).wait_event(rounds.ended)
+                    if rounds.ended is not None and self._accelerator is not None:
+                        self._accelerator.current_stream(self.target.device).wait_event(rounds.ended)
                     return rounds
         return DeviceRound(
             self.target,

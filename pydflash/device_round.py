@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import fused, ops
+from . import _backends, fused, ops
 from .drafter import Drafter
 from .paths import Block, Paths
 from .sampling import SamplingParams
@@ -59,6 +59,7 @@ class DeviceRound:
         self.batch, self.capacity, self.sampled, self.pieces = batch, capacity, sampled, pieces
         self.block_size = block_size if drafter is not None else 1
         self.device = device = target.device
+        self._accelerator = accelerator = _backends.accelerator(device)
         self.launched = self.collected = 0
         self.ended: Any = None  # an event behind the last use, where the device has streams
         with torch.inference_mode(), self._on_device():
@@ -79,9 +80,9 @@ class DeviceRound:
             self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
             blocks = 2 if paths.path == "tree" else 1  # tokens, and parents where they form a tree
             self._packed = self.record.new_zeros(batch, slots + 1 + blocks * slots)
-            pinned = device.type == "cuda"
+            pinned = accelerator is not None
             self._host = [torch.empty_like(self._packed, device="cpu", pin_memory=pinned) for _ in range(_AHEAD)]
-            self._events = [torch.cuda.Event() if pinned else None for _ in range(_AHEAD)]
+            self._events = [None if accelerator is None else accelerator.Event() for _ in range(_AHEAD)]
             # A captured graph reads these; they must not go when others take their place.
             self._held = (target.tables(capacity + 64), drafter and drafter.tables())
             self._derived: tuple[object, ...] = () if drafter is None else drafter.derived()
@@ -159,7 +160,7 @@ class DeviceRound:
     # --- running it -----------------------------------------------------------------------------------------
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return nullcontext() if self._accelerator is None else self._accelerator.device(self.device)
 
     def _capture(self) -> str:
         """Capture with no row active, which changes nothing that is ever read."""
@@ -264,7 +265,7 @@ class DeviceRound:
 
 def verify_seconds(target: FastTarget, tree: Any, size: int, repeats: int = 8) -> float:
     """What the target takes for a block of `size` slots, replayed as a graph where there are graphs."""
-    device = target.device
+    device, accelerator = target.device, _backends.accelerator(target.device)
     with torch.inference_mode():
         cache = target.new_cache(1, 256)
         cache.lengths += 64
@@ -278,10 +279,11 @@ def verify_seconds(target: FastTarget, tree: Any, size: int, repeats: int = 8) -
                 run()
             run = graph.replay
             run()
-            torch.cuda.synchronize(device)
+        if accelerator is not None:
+            accelerator.synchronize(device)
         begin = time.perf_counter()
         for _ in range(repeats):
             run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator is not None:
+            accelerator.synchronize(device)
     return (time.perf_counter() - begin) / repeats

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _backends
 from .drafter import Proposal
 from .tree import Tree, tree_of
 
@@ -164,8 +165,8 @@ def _verify_seconds(target: Any, cache: Any, parents: list[int], ids: Tensor) ->
     index[0, 0] = 0
     length = cache.length
     target.commit(cache, index, index.new_zeros(1))
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+    if (accelerator := _backends.accelerator(target.device)) is not None:
+        accelerator.synchronize(target.device)
     seconds = time.perf_counter() - begin
     cache.advance(length - cache.length)
     return seconds

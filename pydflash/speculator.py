@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ class Speculator:
         target_path: "fast" runs whole rounds on the device, batches too, in one CUDA graph where there is CUDA, for
             targets of standard attention; "generic" runs any target through its own cache, a sequence at a time.
             "auto" is fast on a GPU where the target can, else generic; `stats.backends` says which, and why.
+        optimize: "ipex" runs a copy of the target that intel-extension-for-pytorch has changed, on an Intel CPU.
 
     A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
 
@@ -85,7 +87,8 @@ class Speculator:
         quantize: str | None = None,
         optimize: str | None = None,
     ) -> None:
-        _refuse_unknown(quantize=quantize, optimize=optimize)
+        if quantize is not None:
+            raise ValueError(f"Speculator: quantize must be None in this version, got {quantize!r}")
         if drafter is not None and not all(hasattr(drafter, name) for name in ("config", "new_cache", "propose")):
             raise ValueError(
                 f"Speculator: drafter must be a Drafter or None, got {drafter!r}; a folder or hub id loads "
@@ -96,6 +99,8 @@ class Speculator:
             target = model if tuple(model.layer_ids) == tuple(layer_ids) else Target(model.model, layer_ids)
         else:
             target = Target(model, layer_ids)
+        if optimize is not None:
+            target = _optimized(target, optimize)
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self._backend = "reference" if backend == "reference" else "native"
         self._defaults()  # refuses what a generation config asks for in vain
@@ -185,7 +190,8 @@ class Speculator:
             reason = "backend='reference'" if not own else f"a drafter of type {type(drafter).__name__}"
         if target_path == "fast" and reason is not None:
             raise ValueError(f"Speculator: target_path must be 'generic' or 'auto' with {reason}, got 'fast'")
-        if target_path == "fast" or (target_path == "auto" and target.device.type == "cuda" and reason is None):
+        on_gpu = _backends.accelerator(target.device) is not None
+        if target_path == "fast" or (target_path == "auto" and on_gpu and reason is None):
             from .device_loop import DeviceLoop
             from .target_fast import FastTarget
 
@@ -359,7 +365,15 @@ def _tokenizer_stops(tokenizer: Any) -> list[int]:
     return [] if eos is None else [eos]
 
 
-def _refuse_unknown(quantize: str | None = None, optimize: str | None = None) -> None:
-    for name, value in (("quantize", quantize), ("optimize", optimize)):
-        if value is not None:
-            raise ValueError(f"Speculator: {name} must be None in this version, got {value!r}")
+def _optimized(target: Target, optimize: str) -> Target:
+    """The target on a copy of its model that intel-extension-for-pytorch has changed; its own stays as it is."""
+    if optimize != "ipex":
+        raise ValueError(f"Speculator: optimize must be 'ipex' or None, got {optimize!r}")
+    try:
+        ipex = importlib.import_module("intel_extension_for_pytorch")
+    except ImportError as error:
+        raise RuntimeError(
+            f"Speculator: optimize='ipex' needs intel-extension-for-pytorch (pip install 'pydflash[ipex]'): {error}"
+        ) from error
+    narrow = {} if target.dtype == torch.float32 else {"dtype": target.dtype}
+    return Target(ipex.optimize(copy.deepcopy(target.model).eval(), inplace=True, **narrow), target.layer_ids)

@@ -30,8 +30,8 @@ def at_level(name: str) -> Iterator[bool]:
 
 
 def usable_levels(device: torch.device) -> list[str]:
-    """Every usable level of the CPU backend; on another device the one nameless level."""
-    if device.type != "cpu":
+    """Every usable level of the CPU backend; with another backend the one nameless level."""
+    if _backends.name_for(device.type) != "cpu":
         return [""]
     usable = []
     for name in NAMES:

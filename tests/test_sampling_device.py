@@ -11,7 +11,7 @@ from sampling_cases import RejectCase, reject_case
 from test_path_select import on, select_case
 from torch import Tensor
 
-from pydflash import ops, reference
+from pydflash import _backends, ops, reference
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,12 @@ def test_a_captured_graph_reads_every_value_from_the_device(device: torch.device
 
 def test_parents_that_lead_nowhere_reach_no_memory_on_a_device(device: torch.device) -> None:
     """There the values are not looked at before the launch: whatever comes out, the indices are slots."""
-    if device.type == "cpu":
+    if _backends.name_for(device.type) == "cpu":
         pytest.skip("refused on a CPU")
     case = reject_case(8, 6, 300, "tree", seed=13).on(device)
     for parent in (-1, 5, 6, 2**31 - 1, -(2**31)):
         case.options["parents"][:, 2:] = parent
         index, accepted, bonus = ops.reject_sample(case.logits, case.tokens, **case.options)
-        torch.cuda.synchronize()
         assert index.amin() >= -1
         assert index.amax() < 6
         assert accepted.amax() < 6
@@ -86,13 +85,12 @@ def test_parents_that_lead_nowhere_reach_no_memory_on_a_device(device: torch.dev
 
 
 def test_anchors_outside_the_codebooks_reach_no_memory_on_a_device(device: torch.device) -> None:
-    if device.type == "cpu":
+    if _backends.name_for(device.type) == "cpu":
         pytest.skip("refused on a CPU")
     case = on(select_case(3, 4, 100, 16, 8), device)
     for anchor in (-1, 100, 2**62, -(2**63)):
         case["anchors"][:] = anchor
         tokens, candidates, *_ = ops.path_select(**case)
-        torch.cuda.synchronize()
         assert (tokens[..., None] == candidates).any(-1).all()
 
 
