@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "onnxruntime", "gguf")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "onnx", "onnxruntime", "gguf")
 _OPENMP_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -157,6 +157,15 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if argv[:2] == ["train", step]:
             _module(f"training.{step}").add_arguments(command)
 
+    export = add(
+        "export",
+        _export,
+        "write a drafter as an ONNX model, and compare it with the torch one",
+        "pydflash export z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B -o qwen3-8b-draft",
+    )
+    if argv[:1] == ["export"]:
+        _module("export.command").add_arguments(export)
+
     info = add("info", _info, "show backends, versions, devices and threads", "pydflash info --json")
     info.add_argument("--json", action="store_true", help="for programs")
     return parser
@@ -271,6 +280,29 @@ def _generate(arguments: argparse.Namespace) -> int:
             shown.save_svg(svg)
     print(f"{stream.output.stats.summary()}, end: {stream.output.finish_reason}", file=sys.stderr)
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    if arguments.target == "smollm2":
+        arguments.target = str(_module("smollm2").ensure_smollm2())
+    check_sources(DRAFTER=arguments.drafter, target=arguments.target)
+    code: int = _module("export.command").run(arguments, _encode)
+    return code
+
+
+def _encode(target: str, layer_ids: Sequence[int]) -> Any:
+    """The target itself in float32, from ids [1, P] to logits and features, for an exported one to agree with."""
+    import torch
+
+    from .target import Target
+
+    model = Target.from_pretrained(target, layer_ids=layer_ids, device="cpu", dtype="float32")
+
+    def encode(ids: Any) -> tuple[Any, Any]:
+        out = model.encode(torch.from_numpy(ids))
+        return out.logits.numpy(), None if out.features is None else out.features.numpy()
+
+    return encode
 
 
 def _demo(arguments: argparse.Namespace) -> int:

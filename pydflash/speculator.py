@@ -95,8 +95,11 @@ class Speculator:
                 "with Drafter.from_pretrained"
             )
         layer_ids = () if drafter is None else drafter.config.target_layer_ids
+        target: Any
         if isinstance(model, Target):
             target = model if tuple(model.layer_ids) == tuple(layer_ids) else Target(model.model, layer_ids)
+        elif hasattr(model, "verify"):
+            target = self._check_foreign(model, drafter)
         else:
             target = Target(model, layer_ids)
         if optimize is not None:
@@ -127,13 +130,14 @@ class Speculator:
                 f"got {block_size!r}"
             )
         self._paths = self._choose_paths(path, num_nodes, draft_sampling)
-        if isinstance(drafter, Drafter):
-            drafter.check_target(
+        if (check := getattr(drafter, "check_target", None)) is not None:
+            check(
                 hidden_size=target.hidden_size,
                 num_layers=target.num_layers,
                 vocab_size=target.vocab_size,
                 embedding_rows=target.embed_weight.shape[0],
             )
+        if isinstance(drafter, Drafter):
             if drafter.device != target.device:
                 raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
             if self._backend == "native":
@@ -142,6 +146,8 @@ class Speculator:
                 self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
                 self.drafter.backend = self._backend
             self._backends["drafter"] = backend_name
+        else:
+            self._backends["drafter"] = getattr(drafter, "description", type(drafter).__name__)
         self._loop = self._choose_loop(target_path)
 
     @classmethod
@@ -156,17 +162,42 @@ class Speculator:
     ) -> Speculator:
         """Load a target with its tokenizer, and a drafter, each from a folder or a hub id.
 
-        `device` defaults to cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which the
-        drafter takes over. `options` are the keywords of `Speculator`.
+        A drafter's folder may be one that `pydflash export` wrote; it then runs on ONNX Runtime. `device` defaults to
+        cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which a torch drafter takes over.
+        `options` are the keywords of `Speculator`.
         """
         from .target import load_tokenizer
 
-        loaded = None if drafter is None else Drafter.from_pretrained(drafter)
+        if (Path(target) / "target.json").is_file():
+            return cls(*_on_onnx_runtime(target, drafter, device, dtype), load_tokenizer(target), **options)
+        exported = drafter is not None and (Path(drafter) / "draft.json").is_file()
+        loaded: Any = None
+        if exported:
+            from .export import OnnxDrafter
+
+            loaded = OnnxDrafter(str(drafter), threads=torch.get_num_threads())
+        elif drafter is not None:
+            loaded = Drafter.from_pretrained(drafter)
         layer_ids = () if loaded is None else loaded.config.target_layer_ids
         model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype)
-        if loaded is not None:
+        if isinstance(loaded, Drafter):
             loaded = loaded.to(device=model.device, dtype=model.dtype)
         return cls(model, loaded, load_tokenizer(target), **options)
+
+    @staticmethod
+    def _check_foreign(target: Any, drafter: DrafterLike | None) -> Any:
+        """A target with the methods of `Target` that is none: one on ONNX Runtime, whose tables are in its graph."""
+        if isinstance(drafter, Drafter):
+            raise ValueError(
+                f"Speculator: drafter must be an exported one beside a {type(target).__name__}, got a Drafter"
+            )
+        wanted = () if drafter is None else tuple(drafter.config.target_layer_ids)
+        if drafter is not None and tuple(target.layer_ids) != wanted:
+            raise ValueError(
+                f"Speculator: the target must give the features of layers {list(wanted)} (target_layer_ids), "
+                f"got {list(target.layer_ids)}"
+            )
+        return target
 
     def _choose_paths(self, path: str, num_nodes: int | str | None, draft_sampling: bool | None) -> Paths:
         config = self.drafter.config if self.drafter is not None else None
@@ -188,6 +219,8 @@ class Speculator:
         reason = None
         if not own or (drafter is not None and not isinstance(drafter, Drafter)):
             reason = "backend='reference'" if not own else f"a drafter of type {type(drafter).__name__}"
+        if not isinstance(target, Target):
+            reason = f"a target of type {type(target).__name__}"
         if target_path == "fast" and reason is not None:
             raise ValueError(f"Speculator: target_path must be 'generic' or 'auto' with {reason}, got 'fast'")
         on_gpu = _backends.accelerator(target.device) is not None
@@ -358,6 +391,18 @@ class Speculator:
         if max_new_tokens is None:
             raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
         return max_new_tokens
+
+
+def _on_onnx_runtime(target: Any, drafter: Any, device: Any, dtype: Any) -> tuple[Any, Any]:
+    """An exported target and drafter, which may lie in one folder."""
+    from .export import OnnxDrafter, OnnxTarget
+
+    for name, value, allowed in (("device", device, (None, "cpu")), ("dtype", dtype, (None, "float32", torch.float32))):
+        if value not in allowed:
+            raise ValueError(f"Speculator: {name} must be None for a target on ONNX Runtime, got {value!r}")
+    threads = torch.get_num_threads()
+    loaded = None if drafter is None else OnnxDrafter(drafter, threads=threads)
+    return OnnxTarget(target, threads=threads), loaded
 
 
 def _tokenizer_stops(tokenizer: Any) -> list[int]:

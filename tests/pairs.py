@@ -13,6 +13,31 @@ from torch.nn import functional as F
 from pydflash import Drafter, DrafterConfig, Speculator, Target
 
 VOCAB, HIDDEN, TARGET_LAYERS, MASK = 97, 64, 6, 96
+_TOP = ("is_causal", "is_neox_style", "draft_vocab_size")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 9}
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "v1": (1, {}),
+    "v1-odd-block": (1, {"block_size": 7, "target_layer_ids": [0, 1, 3]}),
+    "v1-one-slot-drafts": (1, {"block_size": 2}),
+    "v1-causal": (1, {"is_causal": True, "target_layer_ids": [0, 1, 2, 3, 4]}),
+    "v1-sliding": (1, SLIDING),
+    "v1-mixed": (1, SLIDING | {"layer_types": ["sliding_attention", "full_attention"], "block_size": 5}),
+    "v1-scales": (1, {"input_embedding_scale": 3.0, "output_multiplier": 0.25, "final_logit_softcapping": 5.0}),
+    "v1-bias-yarn": (1, {"attention_bias": True, "rope_parameters": YARN}),
+    "v2": (2, {}),
+    "v2-sliding-bidirectional": (2, SLIDING | {"is_causal": False, "block_size": 8}),
+    "v2-causal": (2, {"is_causal": True, "block_size": 5}),
+    "v2-taps-3": (2, {"conv_kernel_size": 3, "conv_group_size": 8, "block_size": 6, "target_layer_ids": [0, 1, 2]}),
+    "v2-scales": (2, {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "selector_top_k": 16}),
+}
 
 
 def config_dict(version: int, **changes: Any) -> dict[str, Any]:
@@ -40,7 +65,7 @@ def config_dict(version: int, **changes: Any) -> dict[str, Any]:
     if version == 2:
         nested |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
     for name, value in changes.items():
-        (raw if name in raw or name in ("is_causal",) else nested)[name] = value
+        (raw if name in raw or name in _TOP else nested)[name] = value
     raw["use_sliding_window"] = raw["sliding_window"] is not None  # else transformers drops the window
     return raw | {"dflash_config": nested}
 

@@ -122,6 +122,7 @@ def test_modules_import_earlier_rows_only(path: Path) -> None:
     if path.stem == "__init__":
         return  # every public name, lazily
     late = {name for name in inner(path) if row(name) >= row(path.stem) and row(path.stem) < len(ORDER)}
+    late -= {"export"}  # see test_training_and_export_stand_where_they_should
     assert not late, f"{path.stem} must not import {sorted(late)}"
 
 
@@ -162,6 +163,7 @@ def test_training_and_export_stand_where_they_should() -> None:
     for path in MODULES:
         allowed = path.stem in ("cli", "speculator", "bench", "__init__")
         assert allowed or "export" not in inner(path), path
+        assert not [f for f in imports_of(path) if f.at_import and f.name.startswith(".export")], path
         assert "training" not in inner(path) or row(path.stem) == len(ORDER), path
 
 
@@ -180,6 +182,14 @@ def test_heavy_packages_wait_until_they_are_needed() -> None:
     for name in ("target", "target_defaults", "target_layers", "target_wiring", "host_loop", "speculator", "drafter"):
         at_import = {f.name.split(".")[0] for f in imports_of(PACKAGE / f"{name}.py") if f.at_import}
         assert "transformers" not in at_import, name
+
+
+def test_the_drafter_on_onnx_runtime_imports_neither_torch_nor_onnx() -> None:
+    needed = {"drafter", "draft_cache", "metadata", "walk"}
+    for name in needed:
+        found = imports_of(EXPORT / f"{name}.py")
+        assert not {f.name.split(".")[0] for f in found} & {"torch", "transformers", "onnx", "onnx_ir"}, name
+        assert {f.name for f in found if f.name.startswith(".")} <= {f".export.{n}" for n in needed} | {".config"}, name
 
 
 def test_importing_everything_touches_no_device() -> None:

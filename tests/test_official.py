@@ -9,36 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import HIDDEN, VOCAB, build_drafter, fit, fitted_prompts, official_drafter
+from pairs import CONFIGS, HIDDEN, VOCAB, build_drafter, fit, fitted_prompts, official_drafter
 from tiny_models import TINY
 from torch import nn
 
 from pydflash import Drafter, Speculator
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 9}
-CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "v1": (1, {}),
-    "v1-odd-block": (1, {"block_size": 7, "target_layer_ids": [0, 1, 3]}),
-    "v1-one-slot-drafts": (1, {"block_size": 2}),
-    "v1-causal": (1, {"is_causal": True, "target_layer_ids": [0, 1, 2, 3, 4]}),
-    "v1-sliding": (1, SLIDING),
-    "v1-mixed": (1, SLIDING | {"layer_types": ["sliding_attention", "full_attention"], "block_size": 5}),
-    "v1-scales": (1, {"input_embedding_scale": 3.0, "output_multiplier": 0.25, "final_logit_softcapping": 5.0}),
-    "v1-bias-yarn": (1, {"attention_bias": True, "rope_parameters": YARN}),
-    "v2": (2, {}),
-    "v2-sliding-bidirectional": (2, SLIDING | {"is_causal": False, "block_size": 8}),
-    "v2-causal": (2, {"is_causal": True, "block_size": 5}),
-    "v2-taps-3": (2, {"conv_kernel_size": 3, "conv_group_size": 8, "block_size": 6, "target_layer_ids": [0, 1, 2]}),
-    "v2-scales": (2, {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "selector_top_k": 16}),
-}
 
 
 @pytest.fixture(params=CONFIGS, scope="module")

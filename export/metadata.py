@@ -1,0 +1,132 @@
+"""What an exported model says of itself: in its own metadata and in a JSON file beside it, the same twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pydflash.config import DrafterConfig
+
+FORMAT = 1
+POSITIONS = 1 << 20  # that the rotary tables of a graph reach
+_PREFIX = "pydflash."
+
+
+class Kind(NamedTuple):
+    """A kind of exported model: who loads it, the names of its files, and the keys its metadata must have."""
+
+    loader: str
+    model: str
+    data: str
+    description: str
+    required: tuple[str, ...]
+
+
+def _kind(loader: str, name: str, *required: str) -> Kind:
+    return Kind(loader, f"{name}.onnx", f"{name}.onnx.data", f"{name}.json", ("format", "source_sha256", *required))
+
+
+DRAFT = _kind("OnnxDrafter", "draft", "profile", "dtype", "quantize", "embed", "config")
+TARGET = _kind("OnnxTarget", "target", "quantize", "target_layer_ids", "sizes", "embedding_rows", "head_rows")
+
+
+def describe(config: DrafterConfig, **more: Any) -> dict[str, Any]:
+    """The metadata of a drafter: what a host has to know, and the whole config; `more` are profile, dtype and so on."""
+    return {
+        "format": FORMAT,
+        "version": config.version,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "target_layer_convention": "L is the output of decoder layer L, counted from 0",
+        "num_features": len(config.target_layer_ids) * config.target_hidden_size,
+        "top_k": config.num_candidates,
+        "num_layers": config.num_layers,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position": config.max_position_embeddings,
+        "rope_theta": config.rope["rope_theta"],
+        **more,
+        "config": config.to_dict(),
+    }
+
+
+def to_properties(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """As an ONNX model holds it: a JSON text for each key."""
+    return {_PREFIX + name: json.dumps(value) for name, value in metadata.items()}
+
+
+def write_description(folder: Path, kind: Kind, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Write the JSON file of a model that lies in the folder; the sizes of the files."""
+    sizes = {name: (folder / name).stat().st_size for name in (kind.model, kind.data)}
+    content = {"model": kind.model, "files": sizes, "metadata": dict(metadata)}
+    (folder / kind.description).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return sizes | {kind.description: (folder / kind.description).stat().st_size}
+
+
+def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
+    """The model's path and the metadata; ValueError or FileNotFoundError, naming the file, for what is wrong."""
+    path, who = folder / kind.description, kind.loader
+    if not path.is_file():
+        raise FileNotFoundError(f"{who}: folder must hold {path.name}, got {folder}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    if not isinstance(metadata, dict) or (missing := [name for name in kind.required if name not in metadata]):
+        wanted = missing if isinstance(metadata, dict) else ["metadata"]
+        raise ValueError(f"{who}: {path}: must hold {', '.join(wanted)}")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"{who}: {path}: format must be {FORMAT}, got {metadata['format']!r}; export it again")
+    name = content.get("model")
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
+        raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
+    for file, size in dict(content.get("files") or {}).items():
+        if Path(file).name != file:
+            raise ValueError(f"{who}: {path}: files must be names in this folder, got {file!r}")
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{who}: {folder / file} is missing")
+        if (got := (folder / file).stat().st_size) != size:
+            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {got}")
+    return folder / name, metadata
+
+
+def open_model(
+    folder: Path, kind: Kind, providers: Sequence[Any] | None, threads: int | None, session_options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """An ONNX Runtime session of a folder's model, and its metadata, found to be the same in both places.
+
+    Raises: ImportError without onnxruntime; FileNotFoundError or ValueError naming the file.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(f"{kind.loader}: needs onnxruntime (pip install 'pydflash[onnx]'): {error}") from error
+    path, metadata = read_description(folder, kind)
+    options = onnxruntime.SessionOptions() if session_options is None else session_options
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    chosen = ["CPUExecutionProvider"] if providers is None else list(providers)
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
+    except Exception as error:  # onnxruntime's own types
+        raise ValueError(f"{kind.loader}: {path}: ONNX Runtime cannot load it ({error})") from error
+    properties = session.get_modelmeta().custom_metadata_map
+    own = {k.removeprefix(_PREFIX): json.loads(v) for k, v in properties.items() if k.startswith(_PREFIX)}
+    for name in sorted(own.keys() | metadata.keys()):
+        if own.get(name) != metadata.get(name):
+            raise ValueError(
+                f"{kind.loader}: {path}: {name} must be that of {kind.description} ({metadata.get(name)!r}), "
+                f"got {own.get(name)!r}; the files are of different exports"
+            )
+    return session, metadata
+
+
+def dtype_of(metadata: Mapping[str, Any]) -> Any:
+    """The numpy type of the graph's activations and caches."""
+    return np.dtype(metadata["dtype"]).type
