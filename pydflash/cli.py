@@ -96,6 +96,11 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         default="auto",
         help="fast: whole rounds on the device; generic: the host sees every round; default: auto, fast on a GPU",
     )
+    generate.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="on a CPU: target and drafter with 8-bit weights; the text is then that of the quantised target",
+    )
     generate.add_argument("--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (default)")
     generate.add_argument(
         "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
@@ -252,6 +257,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         path=path,
         num_nodes=arguments.num_nodes,
         target_path=arguments.target_path,
+        quantize=arguments.quantize,
     )
     chat = prompt
     if arguments.system is not None:
