@@ -45,22 +45,27 @@ class Int8(Packed):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         wide = weight.float()
-        self._scales = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        whole = (wide / self._scales[:, None]).round_().to(torch.int8)
-        self._weight = torch.ops.onednn.qlinear_prepack(whole, None)
+        scales = _largest(wide) / 127
+        self._weight = torch.ops.onednn.qlinear_prepack(wide.div_(scales).round_().to(torch.int8), None)
+        self._scales = scales.flatten() / 127  # the rows' scales are kept 127 times too large
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
-        scale = wide.abs().amax(1, keepdim=True).mul_(1 / 127).clamp_min_(torch.finfo(torch.float32).tiny)
-        whole = wide.div(scale).round_().to(torch.int8)
+        largest = _largest(wide)
+        whole = wide.div(largest).mul_(127).round_().to(torch.int8)
         product = torch.ops.onednn.qlinear_pointwise.default(
             whole, 1.0, 0, self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         if self._bias is not None:
-            return torch.addcmul(self._bias, product, scale).to(x.dtype)
-        return torch.mul(product, scale, out=x.new_empty(product.shape))
+            return torch.addcmul(self._bias, product, largest).to(x.dtype)
+        return torch.mul(product, largest, out=x.new_empty(product.shape))
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude of each row [M, 1], never 0."""
+    return x.abs().amax(1, keepdim=True).clamp_min_(1e-30)
 
 
 _KEPT: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
@@ -85,13 +90,11 @@ def packing_fault(dtype: torch.dtype, nbytes: int, quantize: str | None = None) 
     """Why weights of this dtype and size in bytes are not packed here, or None."""
     if not torch.backends.mkldnn.is_available():
         return "torch is built without oneDNN"
-    supported = {
-        torch.float32: lambda: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    if quantize is None and not (dtype in supported and supported[dtype]()):
-        return f"oneDNN has no {dtype} on this processor"
+    asked = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
+    name = str(dtype).removeprefix("torch.")
+    able = name == "float32" or (name in asked and getattr(torch.ops.mkldnn, asked[name])())
+    if quantize is None and not able:
+        return f"oneDNN has no {name} on this processor"
     if quantize is not None and not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         return "torch's quantised oneDNN ops are missing"
     free = _free_memory()
