@@ -47,7 +47,7 @@ def choose_loop(
     packs = on_cpu and own and type(target) is Target  # what another kind does in its forward must not be passed over
     if quantize is not None:
         _check_quantize(quantize, target, None if packs else reason or _kind(target), target_path)
-    if packs and isinstance(drafter, Drafter) and target_path != "generic":
+    if packs and type(drafter) is Drafter and target_path != "generic":
         drafter = _packed(drafter, quantize)
     options: tuple[Any, ...] = (paths, block_size, draft_sampling)
     device_loop = target_path == "fast" or (target_path == "auto" and on_gpu and reason is None)

@@ -1,6 +1,6 @@
 """Linear layers on a CPU with their weights in the order that oneDNN reads, as they are or in 8 bits.
 
-A packed weight is a copy: later changes of the original do not reach it.
+A packed weight is a copy, made anew by `pack` where the original has changed.
 """
 
 from __future__ import annotations

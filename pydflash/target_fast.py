@@ -136,6 +136,7 @@ class FastTarget:
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._windows: dict[int, int] = {}
         self.weights = ""
+        self._kind: type[Packed] | None = None
         self._shape = (target.num_layers, *self._head_shape())
         self.recognised: Recognised | None = None
         ids = target._trial_ids(24)
@@ -177,6 +178,7 @@ class FastTarget:
         fault = packing_fault(self.dtype, own.nbytes, quantize)
         if fault is None:
             own.pack(kind)
+            self._kind = kind
             self.weights = f"{quantize or 'packed'} weights"
         elif quantize is not None:
             self._refuse(f"weights that quantize={quantize!r} can pack", fault)
@@ -202,8 +204,9 @@ class FastTarget:
 
     def prefill_chunks(self, ids: Tensor, cache: FastCache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
-        if self.target._closed:
-            raise ValueError("prefill: target must be open, got one after close()")
+        self._check_open("prefill")
+        if self.recognised is not None and self._kind is not None:
+            self.recognised.pack(self._kind)  # what has changed since the last request
         start = int(cache.lengths[row])
         size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
         for part in ids.split(size, 1):
@@ -218,6 +221,7 @@ class FastTarget:
 
         Returns logits [B, S, V] and features [B, S, F * H].
         """
+        self._check_open("verify")
         size = tokens.shape[1]
         if size not in self._masks:
             self._masks[size] = block_masks(size, self.device)
@@ -282,6 +286,10 @@ class FastTarget:
     def _own_dtype(self) -> torch.autocast:
         """Keeps a surrounding autocast out: the cache and the ops take the model's own dtype."""
         return torch.autocast(self.device.type, enabled=False)
+
+    def _check_open(self, op: str) -> None:
+        if self.target._closed:
+            raise ValueError(f"{op}: target must be open, got one after close()")
 
     def _refuse(self, expected: str, got: object) -> NoReturn:
         raise ValueError(f"FastTarget: {type(self.target.model).__name__} must have {expected}, got {got}")
