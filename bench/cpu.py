@@ -171,25 +171,32 @@ def main() -> None:
     sets = {f.stem: [first_turn(p) for p in read_prompts(f)[: args.num_prompts]] for f in args.prompts}
     answers: dict[str, list[Decoded]] = {name: [] for name in methods}
     names: list[str] = []
-    for set_name, prompts in sets.items():
-        for prompt in prompts:
-            ids = encode(prompt, tokenizer, None, vocab)
-            for name, method in methods.items():
-                if not names:
-                    method(ids, 8)
-                answers[name].append(method(ids, args.max_new_tokens))
+    asked = [(name, encode(prompt, tokenizer, None, vocab)) for name, prompts in sets.items() for prompt in prompts]
+    for method in methods.values():
+        method(asked[0][1], 8)
+    try:
+        for set_name, ids in asked:
+            found = {name: method(ids, args.max_new_tokens) for name, method in methods.items()}
+            for name, answer in found.items():
+                answers[name].append(answer)
             names.append(set_name)
+            print(f"{len(names)} of {len(asked)} prompts", flush=True)
+    except KeyboardInterrupt:
+        print("INCOMPLETE: broken off; these are the prompts until then")
+        if not names:
+            return
+    sets = {name: sets[name] for name in dict.fromkeys(names)}
     rows, compared = [], ratios(answers)
-    for name, found in answers.items():
+    for name, given in answers.items():
         base = answers[INT8_PLAIN if name.startswith("int8") else PLAIN]
-        rounds = sum(a.rounds for a in found)
+        rounds = sum(a.rounds for a in given)
         rows.append(
             {
                 "method": name,
-                "tokens_per_second": speed(found),
-                "acceptance_length": sum(a.tokens for a in found) / rounds if rounds else None,
-                "same_as_plain": sum(a.ids == b.ids for a, b in zip(found, base, strict=True)),
-                "by_set": {s: speed([a for a, of in zip(found, names, strict=True) if of == s]) for s in sets},
+                "tokens_per_second": speed(given),
+                "acceptance_length": sum(a.tokens for a in given) / rounds if rounds else None,
+                "same_as_plain": sum(a.ids == b.ids for a, b in zip(given, base, strict=True)),
+                "by_set": {s: speed([a for a, of in zip(given, names, strict=True) if of == s]) for s in sets},
             }
         )
     table = Table("method", "tokens/s", "tokens a round", f"same text as plain, of {len(names)}")

@@ -319,7 +319,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def collect_info() -> dict[str, Any]:
-    """What ``pydflash info`` shows, as plain data: package, python, backends, versions, devices, openmp."""
+    """What ``pydflash info`` shows, as plain data: package, python, backends, versions, devices, openmp, advice."""
     import importlib.metadata
     import importlib.util
     import platform
@@ -327,6 +327,7 @@ def collect_info() -> dict[str, Any]:
     import torch
 
     from ._backends import backends
+    from .threads import thread_advice
 
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
@@ -358,6 +359,7 @@ def collect_info() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             **{name: os.environ.get(name) for name in _OPENMP_SETTINGS},
         },
+        "thread_advice": thread_advice(torch.get_num_threads()),
     }
 
 
@@ -384,5 +386,7 @@ def _info(arguments: argparse.Namespace) -> int:
     table.add_section()
     for name, value in report["openmp"].items():
         table.add_row("threads" if name == "threads" else name, "not set" if value is None else str(value))
+    for line in report["thread_advice"]:
+        table.add_row("mind", line)
     Console(markup=False, highlight=False).print(table)
     return 0
