@@ -1,4 +1,4 @@
-// The fused ops of backends of a device; their callers are pydflash's own, so checks guard against wrong sizes only.
+// The fused ops; their callers are pydflash's own, so checks guard against wrong sizes only.
 #include "bindings.h"
 
 namespace pydflash {

@@ -246,7 +246,7 @@ struct SkinnyLinearParams {
   apply(path_viterbi, PathViterbiParams)         \
   apply(reject_sample, RejectSampleParams)
 
-// What backends of a device add: steps of a decoder that plain torch would take in several launches each.
+// Steps of a decoder that plain torch would take in several launches each.
 #define PYDFLASH_FUSED_KERNELS(apply)            \
   apply(add_rms_norm, AddRmsNormParams)          \
   apply(swiglu, SwigluParams)                    \
@@ -257,6 +257,7 @@ struct SkinnyLinearParams {
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
 namespace cpu {
 PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
 template <class Params>
 int64_t scratch_bytes(const Params&) {
   return 0;

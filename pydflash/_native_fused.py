@@ -1,4 +1,4 @@
-"""Registration of the fused ops: schemas, the compiled implementations, plain torch on a CPU, and fakes."""
+"""Registration of the fused ops: schemas, the compiled implementations, plain torch in their place, and fakes."""
 
 from __future__ import annotations
 
@@ -176,9 +176,15 @@ def round_commit(
     module.round_commit(*[_capsule(t) for t in (*arguments, *state)], stream, device)
 
 
-def _on_cpu(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU backend has no fused kernels; another one that runs on the CPU has."""
-    return lambda *arguments: (plain if _backends.name_for("cpu") == "cpu" else compiled)(*arguments)
+def compiled(x: Tensor) -> bool:
+    """Whether the fused ops run compiled for such a tensor; on a CPU plain torch takes float64, and stands in."""
+    if x.device.type != "cpu":
+        return True
+    return x.dtype is not torch.float64 and _backends.load(_backends.name_for("cpu")).module is not None
+
+
+def _on_cpu(impl: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: (impl if compiled(arguments[0]) else plain)(*arguments)
 
 
 def _reference_norm(

@@ -96,6 +96,11 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         default="auto",
         help="fast: whole rounds on the device; generic: the host sees every round; default: auto, fast on a GPU",
     )
+    generate.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="on a CPU: target and drafter with 8-bit weights; the text is then that of the quantised target",
+    )
     generate.add_argument("--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (default)")
     generate.add_argument(
         "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
@@ -252,6 +257,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         path=path,
         num_nodes=arguments.num_nodes,
         target_path=arguments.target_path,
+        quantize=arguments.quantize,
     )
     chat = prompt
     if arguments.system is not None:
@@ -313,7 +319,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def collect_info() -> dict[str, Any]:
-    """What ``pydflash info`` shows, as plain data: package, python, backends, versions, devices, openmp."""
+    """What ``pydflash info`` shows, as plain data: package, python, backends, versions, devices, openmp, advice."""
     import importlib.metadata
     import importlib.util
     import platform
@@ -321,6 +327,7 @@ def collect_info() -> dict[str, Any]:
     import torch
 
     from ._backends import backends
+    from .threads import thread_advice
 
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
@@ -352,6 +359,7 @@ def collect_info() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             **{name: os.environ.get(name) for name in _OPENMP_SETTINGS},
         },
+        "thread_advice": thread_advice(torch.get_num_threads()),
     }
 
 
@@ -378,5 +386,7 @@ def _info(arguments: argparse.Namespace) -> int:
     table.add_section()
     for name, value in report["openmp"].items():
         table.add_row("threads" if name == "threads" else name, "not set" if value is None else str(value))
+    for line in report["thread_advice"]:
+        table.add_row("mind", line)
     Console(markup=False, highlight=False).print(table)
     return 0

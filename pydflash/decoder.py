@@ -6,7 +6,7 @@ It reads its keys and values from a cache of committed positions and puts the bl
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import fused, ops
 from .adjacent import joined
 from .cache import KVCache
+from .packed import Packed, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,13 @@ class Projection:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor | None, ...]
     gated: bool = False  # silu(first) * second
+    packed: Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
+        if self.packed is not None and len(x) >= self.packed.least_rows:
+            out = self.packed(x)
+            return fused.swiglu(out) if self.gated else out
         if fused.takes_skinny(x, self.weights):
             return fused.skinny_linear(x, self.weights, self.biases, self.gated)
         if (one := self._joined()) is not None:
@@ -37,6 +42,10 @@ class Projection:
             return fused.swiglu(out) if self.gated else out
         parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
         return F.silu(parts[0]) * parts[1] if self.gated else torch.cat(parts, -1)
+
+    def pack(self, kind: type[Packed]) -> Projection:
+        """The same with a packed copy of its weights, as one."""
+        return replace(self, packed=pack(kind, self.weights, self.biases))
 
     def _joined(self) -> tuple[Tensor, Tensor | None] | None:
         """The weights as one [sum of N_i, K], and the biases, where they lie in memory that way."""
@@ -73,6 +82,11 @@ class LayerWeights:
     causal: bool = False
     attention_conv: Convolution | None = None
     mlp_conv: Convolution | None = None
+
+    def pack(self, kind: type[Packed]) -> LayerWeights:
+        """The same with packed copies of its large weights."""
+        names = ("qkv", "output", "gate_up", "down")
+        return replace(self, **{name: getattr(self, name).pack(kind) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

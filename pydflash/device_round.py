@@ -99,7 +99,7 @@ class DeviceRound:
             self.anchors,
             self.context,
             embed=target.embed_weight,
-            head=target.head,
+            head=self.target.head,
             block_size=self.block_size,
             temperature=self.temperature if self.sampled else None,
             seeds=self.seeds,

@@ -9,10 +9,11 @@ from .cache import KVCache
 from .config import DrafterConfig
 from .decoder import Block, Convolution, Decoder, LayerWeights, Norm, Projection
 from .layers import BlockConv, DrafterLayer
+from .packed import Packed
 
 
 class DrafterDecoder:
-    """Holds views of a drafter's parameters, never copies; it must be built anew when they move."""
+    """Holds views of a drafter's parameters, copies only once packed; it must be built anew when they move."""
 
     def __init__(self, config: DrafterConfig, layers: list[DrafterLayer], final_norm: Tensor, fc: nn.Linear) -> None:
         self.config = config
@@ -32,6 +33,11 @@ class DrafterDecoder:
             final_norm.detach(),
         )
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def pack(self, kind: type[Packed]) -> None:
+        """Compute with packed copies of the weights, as they are now."""
+        self.features = self.features.pack(kind)
+        self.decoder.layers = [layer.pack(kind) for layer in self.decoder.layers]
 
     def hidden(self, embeddings: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Final-normed hidden states [B, S, H] of embedded blocks [B, S, H] over their cached context."""

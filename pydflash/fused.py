@@ -1,6 +1,6 @@
 """The fused ops: steps of a decoder and of a round that plain torch would take in several launches each.
 
-Compiled for devices; on a CPU they run their definitions in `pydflash.reference_fused`, which have the same names.
+Their definitions are the functions of the same names in `pydflash.reference_fused`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMALL, _BALANCED = 8 << 20, 0.9  # bytes, and the share of a GPU's time that mu
 
 
 def _run(impl: Callable[..., Any], op: Callable[..., Any], *arguments: Any) -> Any:
-    return op(*arguments) if arguments[0].device.type == "cpu" else run(impl, op, *arguments)
+    return run(impl, op, *arguments) if native.compiled(arguments[0]) else op(*arguments)
 
 
 def add_rms_norm(
@@ -83,7 +83,9 @@ def skinny_linear(
     Raises: ValueError on shapes, dtypes or devices that do not fit; GPUs need compute capability 9.0.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
-    return _run(native.skinny_linear, torch.ops.pydflash.skinny_linear, x, list(weights), biases, gated)
+    arguments = (x, list(weights), biases, gated)
+    op = torch.ops.pydflash.skinny_linear
+    return op(*arguments) if x.device.type == "cpu" else run(native.skinny_linear, op, *arguments)
 
 
 def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:

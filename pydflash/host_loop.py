@@ -1,4 +1,4 @@
-"""Requests over the generic target, one sequence at a time: the host sees every round before the next begins."""
+"""Requests one sequence at a time, over any target: the host sees every round before the next begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import ops, reference
 from .drafter import Proposal
 from .paths import Block, Paths
 from .request import Request, Round
-from .target import Target, TargetOutput
+from .target import TargetOutput
 
 
 @dataclass(slots=True)
@@ -34,13 +34,13 @@ class _State:
 
 
 class HostLoop:
-    """Propose, verify, accept and commit with a `Target` and anything that has a drafter's three methods."""
+    """Propose, verify, accept and commit with a target and anything that has a drafter's three methods."""
 
     most_rows = 1
 
     def __init__(
         self,
-        target: Target,
+        target: Any,
         drafter: Any,
         backend: str,
         paths: Paths,

@@ -1,4 +1,4 @@
-"""The fused ops in plain torch: the definition, the oracle of the tests, and what runs on a CPU.
+"""The fused ops in plain torch: the definition, and the oracle of the tests.
 
 The functions have the names and arguments of `pydflash.fused`. They compute in float32, or in float64 where the
 inputs are float64, and round where a module of its own would have written its output.

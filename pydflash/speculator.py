@@ -14,16 +14,14 @@ from torch import Tensor, nn
 
 from . import _backends
 from .drafter import Drafter, Proposal
-from .host_loop import HostLoop
+from .loops import choose_loop
 from .paths import PATHS, Paths
-from .request import LogitsProcessor, Loop, Request, Stream, generation, run
+from .request import LogitsProcessor, Request, Stream, generation, run
 from .sampling import SamplingParams, row_seeds
 from .stats import Stats
 from .target import Target
 from .target_defaults import GenerationDefaults
 from .text import Output, Prompt, encode, split_prompts, token_ids_of
-
-TARGET_PATHS = ("auto", "fast", "generic")
 
 
 class DrafterLike(Protocol):
@@ -64,7 +62,10 @@ class Speculator:
         backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
         target_path: "fast" runs whole rounds on the device, batches too, in one CUDA graph where there is CUDA, for
             targets of standard attention; "generic" runs any target through its own cache, a sequence at a time.
-            "auto" is fast on a GPU where the target can, else generic; `stats.backends` says which, and why.
+            "auto" is fast on a GPU where the target can, else generic, on a CPU with packed copies of the weights where
+            layers are of the common form; `stats.backends` says which, and why.
+        quantize: "int8" packs the weights of target and drafter into 8 bits, on a CPU. The text is then that of the
+            quantised target: what it would decode by itself, token for token, but not what the model would.
         optimize: "ipex" runs a copy of the target that intel-extension-for-pytorch has changed, on an Intel CPU.
 
     A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
@@ -87,8 +88,6 @@ class Speculator:
         quantize: str | None = None,
         optimize: str | None = None,
     ) -> None:
-        if quantize is not None:
-            raise ValueError(f"Speculator: quantize must be None in this version, got {quantize!r}")
         if drafter is not None and not all(hasattr(drafter, name) for name in ("config", "new_cache", "propose")):
             raise ValueError(
                 f"Speculator: drafter must be a Drafter or None, got {drafter!r}; a folder or hub id loads "
@@ -120,7 +119,7 @@ class Speculator:
             if path in PATHS[1:]:
                 raise ValueError(f"Speculator: path must be 'walk' where drafter is None, got {path!r}")
             self._paths = Paths(path, num_nodes, 0, 1)
-            self._loop = self._choose_loop(target_path)
+            self._set_loop(target_path, quantize)
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
@@ -148,7 +147,7 @@ class Speculator:
             self._backends["drafter"] = backend_name
         else:
             self._backends["drafter"] = getattr(drafter, "description", type(drafter).__name__)
-        self._loop = self._choose_loop(target_path)
+        self._set_loop(target_path, quantize)
 
     @classmethod
     def from_pretrained(
@@ -210,38 +209,10 @@ class Speculator:
         self.draft_sampling = walks if draft_sampling is None else draft_sampling
         return paths
 
-    def _choose_loop(self, target_path: str) -> Loop:
-        """The loop on the device where it is asked for or pays, else the loop of the host."""
-        if target_path not in TARGET_PATHS:
-            names = ", ".join(map(repr, TARGET_PATHS))
-            raise ValueError(f"Speculator: target_path must be one of {names}, got {target_path!r}")
-        target, drafter, own = self.target, self.drafter, self._backend == "native"
-        reason = None
-        if not own or (drafter is not None and not isinstance(drafter, Drafter)):
-            reason = "backend='reference'" if not own else f"a drafter of type {type(drafter).__name__}"
-        if not isinstance(target, Target):
-            reason = f"a target of type {type(target).__name__}"
-        if target_path == "fast" and reason is not None:
-            raise ValueError(f"Speculator: target_path must be 'generic' or 'auto' with {reason}, got 'fast'")
-        on_gpu = _backends.accelerator(target.device) is not None
-        if target_path == "fast" or (target_path == "auto" and on_gpu and reason is None):
-            from .device_loop import DeviceLoop
-            from .target_fast import FastTarget
-
-            try:
-                fast = FastTarget(target)
-            except ValueError as error:
-                if target_path == "fast":
-                    raise
-                reason = str(error)
-            else:
-                self._backends["target"] = f"fast, {fast.form}"
-                used = drafter if self.block_size > 1 and isinstance(drafter, Drafter) else None
-                return DeviceLoop(fast, used, self._paths, self.block_size, self.draft_sampling)
-        if self._paths.path == "tree":
-            target.check_trees()
-        self._backends["target"] = "generic" if reason is None else f"generic ({reason})"
-        return HostLoop(target, drafter, self._backend, self._paths, self.block_size, self.draft_sampling)
+    def _set_loop(self, target_path: str, quantize: str | None) -> None:
+        options = (self._backend, self._paths, self.block_size, self.draft_sampling)
+        self._loop, found = choose_loop(self.target, self.drafter, *options, target_path=target_path, quantize=quantize)
+        self._backends |= found
 
     def _defaults(self) -> GenerationDefaults:
         """What the target's generation config asks for now; users change it between requests."""

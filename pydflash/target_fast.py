@@ -22,9 +22,10 @@ from .cache import KVCache
 from .decoder import Block
 from .drafter_decoder import block_masks
 from .fused import HALF
+from .packed import Int8, Packed, packing_fault
 from .target import Target, TargetOutput
 from .target_cache import borrowed_attention
-from .target_layers import Recognised, UnknownForm
+from .target_layers import Head, Recognised, UnknownForm
 from .target_probe import PROBE_TOKENS, rollback_fault, tree_fault
 from .target_wiring import wiring_fault
 from .tree import Tree
@@ -41,6 +42,15 @@ class FastCache(KVCache):
         layers, kv_heads, dim = shape
         super().__init__(layers, batch, kv_heads, dim, capacity, **options)
         self.block: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Committed positions of a cache of one row."""
+        return int(self.lengths[0])
+
+    def advance(self, count: int) -> None:
+        """Count committed positions in, or, below 0, forget the last ones."""
+        self.lengths += count
 
     def new_block(self, slots: int) -> tuple[Tensor, Tensor]:
         """Room for the keys and values [layers, B, Hkv, slots, D] of a block."""
@@ -104,41 +114,82 @@ class FastTarget:
     Attributes:
         recognised: The decoder that runs the blocks, or None where the model's own forward does.
         form: One line on which of the two it is.
+        weights: How a CPU's are packed, or why not; else "".
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, quantize: str | None = None) -> None:
         """Tries a chain, rollbacks and a tree on a few tokens against the model's own forward.
+
+        On a CPU weights are packed, which copies them, where there is room. quantize: "int8" packs them into 8 bits;
+        prompts still run through the model's own weights.
 
         Raises: ValueError, naming the model's class and the reason, where the target cannot run this way.
         """
         self.target = target
-        self.device, self.dtype = target.device, target.dtype
+        self.device, self.dtype, self.max_length = target.device, target.dtype, target.max_length
+        self.embed_weight, self.hidden_size = target.embed_weight, target.hidden_size
         self._check_family()
         transformers.AttentionInterface.register(_NAME, _attend)
         self._model_cache = DynamicCache()
         self._model_cache.layers = [_Layer(i) for i in range(target.num_layers)]
         self._model_cache.layer_class_to_replicate = None
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._windows: dict[int, int] = {}
+        self.weights = ""
+        self._kind: type[Packed] | None = None
         self._shape = (target.num_layers, *self._head_shape())
         self.recognised: Recognised | None = None
         ids = target._trial_ids(24)
         expected = target._try_forward(ids)[0].logits
-        if (fault := self._fault(ids, expected)) is not None:
-            self._refuse("attention that positions and windows describe fully", fault)
-        try:
-            own = Recognised(target, self._windows)
-            if (fault := wiring_fault(own, ids, self._run_at)) is None:
-                if self.device.type != "cpu":  # where weights may still lie in their file
-                    own.join_weights()
-                self.recognised = own
-                fault = self._fault(ids, expected)
-        except UnknownForm as error:
-            fault = str(error)
-        except Exception as error:  # whatever else a model of another form may lack
-            fault = f"{type(error).__name__}: {error}"
+        fault = self._recognise(ids, expected, quantize)
         if fault is not None:
             self.recognised = None
-        self.form = "fused layers" if fault is None else f"the model's own layers (fused ones need {fault})"
+            if (own := self._fault(ids, expected)) is not None:
+                self._refuse("attention that positions and windows describe fully", own)
+            if quantize is not None:
+                self._refuse(f"layers of the common form for quantize={quantize!r}", f"none: they need {fault}")
+            self.form = f"the model's own layers (fused ones need {fault})"
+
+    def _recognise(self, ids: Tensor, expected: Tensor, quantize: str | None) -> str | None:
+        """Run the layers as a decoder from now on; says why not where it cannot be."""
+        try:
+            self._run_at(ids, torch.arange(ids.shape[1], device=self.device)[None])
+            if (fault := self._window_fault()) is not None:
+                return fault
+            own = Recognised(self.target, self._windows)
+            if (fault := wiring_fault(own, ids, self._run_at)) is not None:
+                return fault
+            self.form = "fused layers"
+            if self.device.type != "cpu":  # where weights may still lie in their file
+                own.join_weights()
+            elif quantize is None:
+                self._pack(own, Packed, None)
+            self.recognised = own
+            fault = self._fault(ids, expected)
+        except UnknownForm as error:
+            return str(error)
+        except Exception as error:  # whatever else a model of another form may lack
+            return f"{type(error).__name__}: {error}"
+        if fault is None and quantize is not None:
+            self._pack(own, Int8, quantize)
+        return fault
+
+    def _pack(self, own: Recognised, kind: type[Packed], quantize: str | None) -> None:
+        fault = packing_fault(self.dtype, own.nbytes, quantize)
+        if fault is None:
+            own.pack(kind)
+            self._kind = kind
+            self.weights = f"{quantize or 'packed'} weights"
+        elif quantize is not None:
+            self._refuse(f"weights that quantize={quantize!r} can pack", fault)
+        else:
+            self.weights = f"weights not packed: {fault}"
+
+    @property
+    def head(self) -> Any:
+        """The target's head, packed where the layers are."""
+        own = None if self.recognised is None else self.recognised.head
+        return self.target.head if own is None or own.packed is None else Head(own)
 
     def new_cache(self, batch: int, capacity: int) -> FastCache:
         """Room for `batch` sequences of `capacity` positions."""
@@ -153,8 +204,9 @@ class FastTarget:
 
     def prefill_chunks(self, ids: Tensor, cache: FastCache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
-        if self.target._closed:
-            raise ValueError("prefill: target must be open, got one after close()")
+        self._check_open("prefill")
+        if self.recognised is not None and self._kind is not None:
+            self.recognised.pack(self._kind)  # what has changed since the last request
         start = int(cache.lengths[row])
         size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
         for part in ids.split(size, 1):
@@ -169,6 +221,7 @@ class FastTarget:
 
         Returns logits [B, S, V] and features [B, S, F * H].
         """
+        self._check_open("verify")
         size = tokens.shape[1]
         if size not in self._masks:
             self._masks[size] = block_masks(size, self.device)
@@ -233,6 +286,10 @@ class FastTarget:
     def _own_dtype(self) -> torch.autocast:
         """Keeps a surrounding autocast out: the cache and the ops take the model's own dtype."""
         return torch.autocast(self.device.type, enabled=False)
+
+    def _check_open(self, op: str) -> None:
+        if self.target._closed:
+            raise ValueError(f"{op}: target must be open, got one after close()")
 
     def _refuse(self, expected: str, got: object) -> NoReturn:
         raise ValueError(f"FastTarget: {type(self.target.model).__name__} must have {expected}, got {got}")

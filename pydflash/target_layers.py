@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from . import _backends, reference_fused
 from .adjacent import lay_together
 from .decoder import Decoder, LayerWeights, Norm, Projection
+from .packed import Packed
 
 if TYPE_CHECKING:
     from .target import Target
@@ -24,6 +25,16 @@ _MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 class UnknownForm(ValueError):
     """The layers are not of the common form; the message says what is different."""
+
+
+class Head:
+    """A target's head in few calls, called as its module is: hidden states [..., H] to logits [..., V]."""
+
+    def __init__(self, projection: Projection) -> None:
+        self.weight, self._projection = projection.weights[0], projection
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._projection(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
 
 
 class Recognised:
@@ -77,6 +88,20 @@ class Recognised:
         if (accelerator := _backends.accelerator(self.target.device)) is not None:
             accelerator.empty_cache()  # the places that the weights left
         self.decoder.layers = self._layers()
+
+    def pack(self, kind: type[Packed]) -> None:
+        """Compute with packed copies of the weights, as they are now."""
+        with torch.no_grad():
+            self.decoder.layers = [layer.pack(kind) for layer in self.decoder.layers]
+            if self.head is not None:
+                self.head = self.head.pack(kind)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that `pack` copies."""
+        projections = [p for x in self.decoder.layers for p in (x.qkv, x.output, x.gate_up, x.down)]
+        held = [w for p in (*projections, *filter(None, [self.head])) for w in p.weights]
+        return sum(weight.nbytes for weight in held)
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [at least `positions`, rotary_dim / 2] float32, as the model's own module gives them."""

@@ -144,7 +144,7 @@ def test_every_sampling_option_reaches_the_stream(
     argv += " --stop X --stop Y --block-size 5 --device cpu --dtype float16 --target-path generic"
     assert run(capsys, *argv.split())[0] == 0
     loop = {"device": "cpu", "dtype": torch.float16, "block_size": 5, "backend": "auto", "path": "walk"}
-    loop |= {"num_nodes": None, "target_path": "generic"}
+    loop |= {"num_nodes": None, "target_path": "generic", "quantize": None}
     assert made == [(("t", "d"), loop)]
     assert calls == [
         {

@@ -318,7 +318,7 @@ def test_nothing_of_the_target_is_copied(monkeypatch: pytest.MonkeyPatch) -> Non
         return propose(*args, **options)
 
     monkeypatch.setattr(drafter, "propose", spy)
-    Speculator(model, drafter).generate(PROMPT, 4)
+    Speculator(model, drafter, target_path="generic").generate(PROMPT, 4)
     assert seen[0] == (model.model.embed_tokens.weight.data_ptr(), model.lm_head)
     assert not [name for name, _ in drafter.named_parameters() if "embed" in name or "head" in name]
 

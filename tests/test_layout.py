@@ -24,6 +24,7 @@ ORDER = (
         "adjacent",
         "cache",
         "config_keys",
+        "packed",
         "reference",
         "reference_fused",
         "rope",
@@ -38,12 +39,24 @@ ORDER = (
     ("checkpoint", "layers", "target_layers"),
     ("drafter_decoder", "drafter_weights", "target"),
     ("drafter", "target_wiring"),
-    ("paths", "request", "target_fast"),
+    ("drafter_packed", "paths", "request", "target_fast"),
     ("device_round", "host_loop"),
     ("device_loop",),
+    ("loops",),
     ("speculator",),
 )
-LEAVES = ("_sycl_runtime", "adjacent", "reference", "reference_fused", "sampling", "cache", "rope", "stats", "tree")
+LEAVES = (
+    "_sycl_runtime",
+    "adjacent",
+    "packed",
+    "reference",
+    "reference_fused",
+    "sampling",
+    "cache",
+    "rope",
+    "stats",
+    "tree",
+)
 FAST = ("decoder", "target_layers", "target_wiring", "target_fast", "device_round", "device_loop")
 CONFIG = ("config", "config_keys", "config_rope", "layouts")
 TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults", "target_fast")
@@ -139,7 +152,7 @@ def test_leaves_and_the_named_edges() -> None:
     assert found["_native"] == {"_backends"}
     assert found["fused"] == {"_native_fused", "ops"}
     assert found["_native_fused"] == {"_backends", "_native", "reference_fused"}
-    assert found["decoder"] == {"adjacent", "cache", "fused", "ops"}
+    assert found["decoder"] == {"adjacent", "cache", "fused", "ops", "packed"}
     for name in CONFIG:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}

@@ -127,7 +127,8 @@ def test_context_limit_of_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY["llama"](num_hidden_layers=3, max_position_embeddings=64)
     ids = torch.arange(60)[None]
     text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0].tolist()
-    spec = Speculator(model, Scripted(text, 8))
+    assert Speculator(model, Scripted(text, 8)).generate(ids[0], None).token_ids == text[60:]
+    spec = Speculator(model, Scripted(text, 8), target_path="generic")
     ends: list[int] = []
     forward = model.forward
 

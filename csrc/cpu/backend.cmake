@@ -1,6 +1,6 @@
 # Every kernel file is compiled once per instruction-set level, each in its own namespace; dispatch.cpp picks
 # the widest level of the running machine. So one wheel serves all machines, without -march=native.
-set(cpu_kernels block_attention cache_append block_conv path_select path_tree path_viterbi reject_sample)
+set(cpu_kernels block_attention cache_append block_conv fused path_select path_tree path_viterbi reject_sample)
 set(cpu_levels base)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND cpu_levels avx2 avx512 avx512_bf16 amx)
@@ -37,7 +37,7 @@ foreach(level ${cpu_levels})
   list(APPEND cpu_objects $<TARGET_OBJECTS:cpu_${level}>)
 endforeach()
 
-pydflash_add_backend(cpu SOURCES csrc/cpu/dispatch.cpp ${cpu_objects})
+pydflash_add_backend(cpu FUSED SOURCES csrc/cpu/dispatch.cpp ${cpu_objects})
 target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 if("avx512" IN_LIST cpu_levels)
   target_compile_definitions(_cpu PRIVATE PYDFLASH_X86=1)

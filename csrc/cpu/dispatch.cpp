@@ -14,18 +14,19 @@
 
 namespace pydflash::cpu {
 
+#define PYDFLASH_CPU_KERNELS(apply) PYDFLASH_KERNELS(apply) PYDFLASH_FUSED_KERNELS(apply)
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
 #define PYDFLASH_MEMBER(name, Params) void (*name)(const Params&, Stream);
 
 namespace base {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
 }
 #if defined(PYDFLASH_X86)
 namespace avx2 {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
 }
 namespace avx512 {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
 }
 namespace avx512_bf16 {
 void block_attention(const BlockAttentionParams& params, Stream stream);
@@ -41,7 +42,7 @@ struct Level {
   const char* name;
   bool (*usable)();
   bool (*preferred)();  // whether it may be chosen unasked
-  PYDFLASH_KERNELS(PYDFLASH_MEMBER)
+  PYDFLASH_CPU_KERNELS(PYDFLASH_MEMBER)
 };
 
 #define PYDFLASH_BASE(name, Params) base::name,
@@ -85,7 +86,7 @@ bool has_amx() {
 
 Level with_attention(const char* name, bool (*usable)(), bool (*preferred)(),
                      void (*attention)(const BlockAttentionParams&, Stream)) {
-  Level level{name, usable, preferred, PYDFLASH_KERNELS(PYDFLASH_AVX512)};
+  Level level{name, usable, preferred, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)};
   level.block_attention = attention;
   return level;
 }
@@ -95,10 +96,10 @@ const Level levels[] = {  // widest first
 #if defined(PYDFLASH_X86)
     with_attention("amx", has_amx, yes, amx::block_attention),
     with_attention("avx512_bf16", has_avx512_bf16, is_amd, avx512_bf16::block_attention),
-    {"avx512", has_avx512, yes, PYDFLASH_KERNELS(PYDFLASH_AVX512)},
-    {"avx2", has_avx2, yes, PYDFLASH_KERNELS(PYDFLASH_AVX2)},
+    {"avx512", has_avx512, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)},
+    {"avx2", has_avx2, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX2)},
 #endif
-    {"base", yes, yes, PYDFLASH_KERNELS(PYDFLASH_BASE)}};
+    {"base", yes, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_BASE)}};
 
 const Level* widest() {
   for (const Level& level : levels)
@@ -123,6 +124,6 @@ const char* select_level(const char* name) {
 
 #define PYDFLASH_LAUNCH(name, Params) \
   void name(const Params& params, Stream stream) { chosen.load()->name(params, stream); }
-PYDFLASH_KERNELS(PYDFLASH_LAUNCH)
+PYDFLASH_CPU_KERNELS(PYDFLASH_LAUNCH)
 
 }  // namespace pydflash::cpu

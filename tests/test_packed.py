@@ -1,0 +1,172 @@
+"""Packed weights: their numbers, who shares them, when they are refused, and whole texts of a target with them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from device_pairs import pair
+from pairs import VOCAB, build_drafter, fitted_prompts
+from tiny_models import TINY
+from torch import Tensor
+from torch.nn import functional as F
+
+from pydflash import Speculator, Target, packed
+from pydflash.drafter_packed import PackedDrafter
+from pydflash.packed import Int8, Packed, pack, packing_fault
+
+DTYPES = (torch.float32, torch.bfloat16)
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+
+
+def weight_of(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_numbers(biased: bool, rows: int, dtype: torch.dtype) -> None:
+    weights = weight_of(40, 96, dtype), weight_of(24, 96, dtype, 1)
+    bias = weight_of(1, 24, dtype, 2)[0] if biased else None
+    x = weight_of(rows, 96, dtype, 3)
+    held = [None, bias]
+    parts = [
+        F.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in zip(weights, held, strict=True)
+    ]
+    want = torch.cat(parts, 1)
+    for kind, close in ((Packed, CLOSE[dtype]), (Int8, 0.02)):
+        got = pack(kind, weights, (None, bias))(x)
+        assert got.dtype == dtype
+        assert off(got, want) < close
+
+
+def test_rows_of_int8_do_not_see_each_other() -> None:
+    x, linear = weight_of(9, 96, torch.bfloat16), Int8(weight_of(40, 96, torch.bfloat16, 1), None)
+    x[4] *= 100
+    x[5] = 0
+    whole = linear(x)
+    assert not whole[5].any()
+    for i in range(9):
+        assert torch.equal(linear(x[i : i + 1])[0], whole[i])
+
+
+def test_x_is_left_alone() -> None:
+    x = weight_of(3, 96, torch.float32)
+    held = x.clone()
+    Int8(weight_of(40, 96, torch.float32), None)(x)
+    assert torch.equal(x, held)
+
+
+def test_equal_tensors_are_packed_once_and_changed_ones_anew() -> None:
+    weight = weight_of(16, 16, torch.float32)
+    first = pack(Packed, (weight,), (None,))
+    assert pack(Packed, (weight,), (None,)) is first
+    assert pack(Int8, (weight,), (None,)) is not first
+    assert pack(Packed, (weight[:8], weight[8:]), (None, None)) is not first
+    assert copy.deepcopy(first) is first
+    weight.mul_(2)
+    second = pack(Packed, (weight,), (None,))
+    assert second is not first
+    x = weight_of(2, 16, torch.float32, 1)
+    torch.testing.assert_close(second(x), 2 * first(x))
+    with torch.inference_mode():
+        hidden = weight_of(16, 16, torch.float32)
+        assert pack(Packed, (hidden,), (None,)) is not pack(Packed, (hidden,), (None,))
+
+
+def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packing_fault(torch.float32, 1000) is None
+    assert "float64" in str(packing_fault(torch.float64, 1000))
+    monkeypatch.setattr(packed, "_free_memory", lambda: 10 * 10**9)
+    assert packing_fault(torch.float32, 4 * 10**9) is None
+    assert packing_fault(torch.float32, 6 * 10**9) == "a copy of the weights takes 6.0 GB, and 10.0 GB are free"
+    model = TINY["llama"]()
+    monkeypatch.setattr(packed, "_free_memory", lambda: 1000)
+    spec = Speculator(model, None)
+    out = spec.generate([1, 2, 3], 4, temperature=0.0)
+    assert "fused layers, weights not packed: a copy" in out.stats.backends["target"]
+    with pytest.raises(ValueError, match=r"weights that quantize='int8' can pack, got a copy of the weights takes"):
+        Speculator(model, None, quantize="int8")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("path", ["walk", "tree"])
+def test_drafted_text_is_the_targets_own(path: str, version: int, quantize: str | None) -> None:
+    model, drafter = pair(version, "cpu")
+    generic = Speculator(model, None, target_path="generic")
+    plain = Speculator(model, None, quantize=quantize)
+    spec = Speculator(model, drafter, quantize=quantize, path=path)
+    word = "packed" if quantize is None else "int8"
+    accepted = 0
+    for ids in fitted_prompts()[:3]:
+        options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "stop_token_ids": []}
+        want, out = plain.generate(ids, **options), spec.generate(ids, **options)
+        assert out.token_ids == want.token_ids
+        assert out.stats.backends["target"] == f"fused layers, {word} weights"
+        accepted += sum(out.stats.num_accepted)
+        if quantize is None:
+            assert want.token_ids == generic.generate(ids, **options).token_ids
+    assert accepted > 5
+
+
+def test_int8_is_what_decodes() -> None:
+    """Weights that 8 bits cannot tell apart from others give the text of those."""
+    model = TINY["llama"]()
+    target = Target(model)
+    from pydflash.target_fast import FastTarget
+
+    fast, exact = FastTarget(target, "int8"), FastTarget(target)
+    ids = torch.arange(1, 9)[None]
+    outputs = []
+    for one in (fast, exact):
+        cache = one.new_cache(1, 32)
+        one.prefill(ids, cache)
+        outputs.append(one.verify(ids[:, :4], cache).logits)
+    assert 1e-4 < off(*outputs) < 0.1
+    assert fast.head(torch.zeros(1, 2, target.hidden_size)).shape == (1, 2, target.vocab_size)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_packed_drafter_proposes_what_the_drafter_does(version: int) -> None:
+    drafter = build_drafter(version).float()
+    one = PackedDrafter.of(drafter, Packed)
+    assert one is not None
+    features = weight_of(5, drafter.fc.in_features, torch.float32)[None]
+    head = torch.nn.Linear(drafter.config.hidden_size, VOCAB, bias=False)
+    table = weight_of(VOCAB, drafter.config.hidden_size, torch.float32)
+    found = []
+    with torch.inference_mode():
+        for module in (drafter, one):
+            cache = module.new_cache(1, 32)
+            module.append_context(features, cache)
+            found.append(module.propose(torch.tensor([3]), cache, embed=table, head=head))
+    assert torch.equal(found[0].candidates, found[1].candidates)
+    torch.testing.assert_close(found[0].scores, found[1].scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "int4"}, r"quantize must be 'int8' or None, got 'int4'"),
+        ({"quantize": "int8", "backend": "reference"}, r"quantize must be None with backend='reference', got 'int8'"),
+        ({"quantize": "int8", "target_path": "generic"}, r"quantize must be None with target_path='generic'"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Speculator(TINY["llama"](), None, **options)
+
+
+def test_models_of_another_form_stay_generic_and_are_refused() -> None:
+    model = TINY["qwen3_next"]()
+    assert Speculator(model, None).generate([1, 2], 2, temperature=0.0).stats.backends["target"].startswith("generic (")
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM must have"):
+        Speculator(model, None, quantize="int8")
