@@ -90,7 +90,7 @@ def test_rounds_run_ahead_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     model, drafter = pair(2, "cpu")
     prompts, common = prompts_of(3), {"seed": [1, 2, 3], "temperature": 0.8, "stop_token_ids": NOBODY}
     want = Speculator(model, drafter).generate(prompts, 12, **common)
-    assert want[0].stats.backends["target"] == "generic"
+    assert want[0].stats.backends["target"] == "fused layers, packed weights"
 
     streams = Streams()
     empty_like = torch.empty_like
