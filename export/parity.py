@@ -30,7 +30,7 @@ class Parity:
     candidates: float
 
     def __str__(self) -> str:
-        shares = f"{self.drafts:.1%} of drafts and {self.candidates:.1%} of candidates the same"
+        shares = f"{self.drafts:.1%} of drafts and {self.candidates:.1%} of candidates the same for random features"
         return shares if self.difference is None else f"scores within {self.difference:.1e}, {shares}"
 
 
