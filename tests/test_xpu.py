@@ -101,7 +101,7 @@ def test_rounds_run_ahead_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
         streams.log.clear()
         got = spec.generate(prompts, 12, **common)
         assert [out.token_ids for out in got] == [out.token_ids for out in want]
-        assert got[0].stats.backends["target"] == "fast, fused layers"
+        assert got[0].stats.backends["target"] == "fast, fused layers, packed weights"
         assert got[0].stats.backends["round"] == "eager"
         assert got[0].stats.peak_bytes == 123
         assert streams.log.count("wait") == waited
