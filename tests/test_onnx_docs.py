@@ -20,7 +20,7 @@ from pydflash import Speculator
 pytest.importorskip("onnx_ir", reason="onnx_ir is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from pydflash.export import OnnxTarget, export_drafter, export_target
+from pydflash.export import export_drafter, export_target
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "onnx.md"
 ALPHA = 1e-4
@@ -78,8 +78,8 @@ def test_an_exported_target_is_driven_as_the_page_says(tmp_path: Path) -> None:
     drafter.save_pretrained(tmp_path / "drafter")
     export_drafter(tmp_path / "drafter", tmp_path / "target", tmp_path)
     export_target(tmp_path / "target", drafter.config.target_layer_ids, tmp_path)
-    (block,) = re.findall(r"```text\n(target = .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {"np": np, "OnnxTarget": OnnxTarget, "folder": tmp_path}
+    (block,) = re.findall(r"```text\n(from pydflash.export import OnnxTarget\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"np": np, "folder": tmp_path}
     exec(block, names)
     got = example()["generate"](names["forward"], names["crop"], tmp_path, [3, 1, 4, 1, 5], 24)
     assert got == Speculator(model, None).generate([3, 1, 4, 1, 5], 24, temperature=0.0).token_ids
