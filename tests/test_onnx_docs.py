@@ -78,7 +78,8 @@ def test_an_exported_target_is_driven_as_the_page_says(tmp_path: Path) -> None:
     drafter.save_pretrained(tmp_path / "drafter")
     export_drafter(tmp_path / "drafter", tmp_path / "target", tmp_path)
     export_target(tmp_path / "target", drafter.config.target_layer_ids, tmp_path)
-    (block,) = re.findall(r"```text\n(from pydflash.export import OnnxTarget\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = r"```text\n(from pydflash.export import OnnxTarget\n.*?)```"
+    (block,) = re.findall(found, PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {"np": np, "folder": tmp_path}
     exec(block, names)
     got = example()["generate"](names["forward"], names["crop"], tmp_path, [3, 1, 4, 1, 5], 24)
