@@ -117,7 +117,7 @@ class Speculator:
         self.draft_sampling = False
         if drafter is None:
             if path in PATHS[1:]:
-                raise ValueError(f"Speculator: a drafter must be given for path={path!r}, got None")
+                raise ValueError(f"Speculator: path must be 'walk' where drafter is None, got {path!r}")
             self._paths = Paths(path, num_nodes, 0, 1)
             self._set_loop(target_path, quantize)
             return
