@@ -1,6 +1,6 @@
 """Times skinny_linear against cuBLAS (torch's F.linear) on a GPU, alone and in a decoder's order.
 
-    python bench/gpu_ops_linear.py [--rows 1 8 16 32] [--models NAME ...] [--repeats 7] [--out FILE]
+    python bench/gpu_ops_linear.py [--rows 1 8 16] [--models NAME ...] [--repeats 7] [--out FILE]
 
 Both sides are replayed in CUDA graphs over copies of the weights that are together far larger than the L2 cache.
 cuBLAS gets its best case: the weights that read one input are joined into one, and a gated pair is only multiplied,

@@ -266,40 +266,33 @@ const char* description();  // the instruction-set level in use
 const char* select_level(const char* name);  // forces a level (tests); null if unknown to build or machine
 }  // namespace cpu
 
+// What backends of a device have alike. scratch_bytes: the device memory that a call works in, by shapes alone.
+#define PYDFLASH_DECLARE_DEVICE()                                \
+  PYDFLASH_KERNELS(PYDFLASH_DECLARE)                             \
+  PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)                       \
+  template <class Params>                                        \
+  int64_t scratch_bytes(const Params&) {                         \
+    return 0;                                                    \
+  }                                                              \
+  int64_t scratch_bytes(const BlockAttentionParams& params);     \
+  int64_t scratch_bytes(const PathSelectParams& params);         \
+  int64_t scratch_bytes(const PathTreeParams& params);           \
+  int64_t scratch_bytes(const PathViterbiParams& params);        \
+  int64_t scratch_bytes(const RejectSampleParams& params);       \
+  const char* description(); /* how or for what it is compiled */ \
+  const char* select_level(const char* name); /* null: there is one level */
+
 namespace cuda {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
-PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_DECLARE_DEVICE()
 PYDFLASH_DECLARE(skinny_linear, SkinnyLinearParams)
 float skinny_linear_balance(const SkinnyLinearParams& params, int device);  // 1: all multiprocessors work all the time
-template <class Params>
-int64_t scratch_bytes(const Params&) {
-  return 0;
-}
-int64_t scratch_bytes(const BlockAttentionParams& params);
-int64_t scratch_bytes(const PathSelectParams& params);
-int64_t scratch_bytes(const PathTreeParams& params);
-int64_t scratch_bytes(const PathViterbiParams& params);
-int64_t scratch_bytes(const RejectSampleParams& params);
-const char* description();                   // the architectures this was compiled for
-const char* select_level(const char* name);  // null: there is one level
 }  // namespace cuda
 
 // Not "sycl", which inside pydflash would hide SYCL's own namespace.
 namespace sycl_backend {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
-PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
-template <class Params>
-int64_t scratch_bytes(const Params&) {
-  return 0;
-}
-int64_t scratch_bytes(const BlockAttentionParams& params);
-int64_t scratch_bytes(const PathSelectParams& params);
-int64_t scratch_bytes(const PathTreeParams& params);
-int64_t scratch_bytes(const PathViterbiParams& params);
-int64_t scratch_bytes(const RejectSampleParams& params);
-const char* description();                   // how kernels are compiled
-const char* select_level(const char* name);  // null: there is one level
+PYDFLASH_DECLARE_DEVICE()
 }  // namespace sycl_backend
+#undef PYDFLASH_DECLARE_DEVICE
 #undef PYDFLASH_DECLARE
 
 }  // namespace pydflash

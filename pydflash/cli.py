@@ -236,9 +236,13 @@ def check_sources(**sources: str | None) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def _ready(target: str) -> str:
+    """The target's folder or hub id; the demo's model is made ready first."""
+    return str(_module("smollm2").ensure_smollm2()) if target == "smollm2" else target
+
+
 def _generate(arguments: argparse.Namespace) -> int:
-    if arguments.target == "smollm2":
-        arguments.target = str(_module("smollm2").ensure_smollm2())
+    arguments.target = _ready(arguments.target)
     check_sources(TARGET=arguments.target, drafter=arguments.drafter)
     svg, show = arguments.tree_svg, arguments.show_tree or arguments.tree_svg is not None
     if svg is not None and not Path(svg).resolve().parent.is_dir():
@@ -289,8 +293,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    if arguments.target == "smollm2":
-        arguments.target = str(_module("smollm2").ensure_smollm2())
+    arguments.target = _ready(arguments.target)
     check_sources(DRAFTER=arguments.drafter, target=arguments.target)
     code: int = _module("export.command").run(arguments, _encode)
     return code
