@@ -341,6 +341,9 @@ PYBIND11_MODULE(PYDFLASH_MODULE, m) {
 #if PYDFLASH_LINEAR
   define_linear(m);
 #endif
+#if defined(PYDFLASH_PACKED)
+  define_packed(m);
+#endif
   m.def("description", &backend::description);
   m.def("select_level", [](const std::string& name) {
     const char* chosen = backend::select_level(name.c_str());

@@ -40,8 +40,9 @@ inline const void* maybe_weight(const char* op, const char* name, const MaybeCap
   return TensorView(op, name, *capsule).like(like).shape(shape, letters).contiguous().data();
 }
 
-// Adds the ops of PYDFLASH_FUSED_KERNELS to a module, and skinny_linear.
+// Adds the ops of PYDFLASH_FUSED_KERNELS to a module, skinny_linear, and packed_linear.
 void define_fused(py::module_& m);
 void define_linear(py::module_& m);
+void define_packed(py::module_& m);
 
 }  // namespace pydflash

@@ -236,6 +236,21 @@ struct SkinnyLinearParams {
   int64_t out_stride;
 };
 
+// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. The weight lies in panels of 32 outputs: [panel][step]
+// [2 halves][16 words][16 outputs], a word being 4 bytes of successive inputs of one output, zero beyond the weight.
+// Sums in float, rounded once. int8, with scales: whole numbers of x by each row's largest magnitude.
+struct PackedLinearParams {
+  int rows, in_features, out_features, panels, steps;
+  DType dtype;  // of x, bias and out, and without scales of the weight, where it is f32 or bf16
+  const void* x;  // [rows, in_features]
+  int64_t x_stride;
+  const void* weight;
+  const float* scales;  // [out_features] or null
+  const void* bias;     // [out_features] or null
+  void* out;            // [rows, out_features]
+  int64_t out_stride;
+};
+
 // What every backend provides. PYDFLASH_KERNELS(apply) names each launch function with its params.
 #define PYDFLASH_KERNELS(apply)                  \
   apply(block_attention, BlockAttentionParams)   \
@@ -258,6 +273,7 @@ struct SkinnyLinearParams {
 namespace cpu {
 PYDFLASH_KERNELS(PYDFLASH_DECLARE)
 PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_DECLARE(packed_linear, PackedLinearParams)
 template <class Params>
 int64_t scratch_bytes(const Params&) {
   return 0;

@@ -17,6 +17,7 @@ _SCHEMAS = (
     " -> (Tensor, Tensor)",
     "swiglu(Tensor x) -> Tensor",
     "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor",
+    "packed_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features) -> Tensor",
     "head_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin,"
     " Tensor lengths, Tensor depths, Tensor(a!) k_block, Tensor(b!) v_block, int num_heads, int rotary_dim,"
     " bool interleaved, float weight_offset, bool round_first) -> Tensor",
@@ -84,6 +85,26 @@ def skinny_linear_balance(out_features: tuple[int, ...], in_features: int, devic
 
 def _linear_out(x: Tensor, weights: Sequence[Tensor], gated: bool) -> Tensor:
     return x.new_empty(x.shape[0], weights[0].shape[0] if gated else sum(weight.shape[0] for weight in weights))
+
+
+def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+    module, stream, device = _module("packed_linear", x, weight, scales, bias)
+    out = _packed_out(x, weight, scales, bias, out_features)
+    module.packed_linear(
+        _capsule(_rows(x)), packed_parts(weight, scales, bias, x.shape[-1], out_features), _capsule(out), stream, device
+    )
+    return out
+
+
+def packed_parts(
+    weight: Tensor, scales: Tensor | None, bias: Tensor | None, in_features: int, out_features: int
+) -> tuple[object, object, object, int, int]:
+    """A packed layer as compiled code takes it; the caller keeps the tensors."""
+    return _capsule(weight), _capsule(scales), _capsule(bias), in_features, out_features
+
+
+def _packed_out(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
 
 
 def head_norm_rope(
@@ -197,11 +218,12 @@ def _reference_norm(
 for _name, _impl, _plain in (
     ("add_rms_norm", add_rms_norm, _reference_norm),
     ("swiglu", swiglu, reference.swiglu),
+    ("packed_linear", packed_linear, reference.packed_linear),
     ("head_norm_rope", head_norm_rope, reference.head_norm_rope),
     ("context_append", context_append, reference.context_append),
     ("round_commit", round_commit, reference.round_commit),
 ):
-    for _key in ("CUDA", "XPU"):
+    for _key in ("CUDA", "XPU") if _impl is not packed_linear else ():
         library.impl(_name, _impl, _key)
     library.impl(_name, _on_cpu(_impl, _plain), "CPU")
 library.impl("skinny_linear", skinny_linear, "CUDA")
@@ -212,6 +234,7 @@ torch.library.register_fake("pydflash::swiglu", _half, lib=library)
 torch.library.register_fake(
     "pydflash::skinny_linear", lambda x, weights, biases, gated: _linear_out(x, weights, gated), lib=library
 )
+torch.library.register_fake("pydflash::packed_linear", _packed_out, lib=library)
 torch.library.register_fake(
     "pydflash::head_norm_rope", lambda qkv, *rest: _heads_out(qkv, rest[7], rest[9]), lib=library
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from . import fused, ops
 from .adjacent import joined
 from .cache import KVCache
+from .decoder_program import Program
 from .packed import Packed, pack
 
 
@@ -32,7 +34,7 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, sum of N_i], or to [M, N_0] where gated."""
-        if self.packed is not None and len(x) >= self.packed.least_rows:
+        if self.packed is not None:
             out = self.packed(x)
             return fused.swiglu(out) if self.gated else out
         if fused.takes_skinny(x, self.weights):
@@ -86,7 +88,11 @@ class LayerWeights:
     def pack(self, kind: type[Packed]) -> LayerWeights:
         """The same with packed copies of its large weights."""
         names = ("qkv", "output", "gate_up", "down")
-        return replace(self, **{name: getattr(self, name).pack(kind) for name in names})
+        held: dict[str, Any] = {name: getattr(self, name).pack(kind) for name in names}
+        for name in ("attention_conv", "mlp_conv"):
+            if (conv := getattr(self, name)) is not None:
+                held[name] = replace(conv, deltas=conv.deltas.pack(kind))
+        return replace(self, **held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,7 @@ class Decoder:
     Attributes:
         rotary_dim: Rotated channels of each head.
         final_norm: [H].
+        program: The same layers as one call, once they are packed.
     """
 
     layers: Sequence[LayerWeights]
@@ -135,6 +142,12 @@ class Decoder:
     norm: Norm
     head_norm: Norm
     final_norm: Tensor
+    program: Program | None = None
+
+    def pack(self, kind: type[Packed]) -> None:
+        """Compute with packed copies of the large weights, as they are now."""
+        self.layers = [layer.pack(kind) for layer in self.layers]
+        self.program = Program.of(self)
 
     def __call__(
         self, x: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor], block: Block, taps: Collection[int] = ()
@@ -143,6 +156,8 @@ class Decoder:
 
         tables: cos and sin [positions, rotary_dim / 2] float32.
         """
+        if self.program is not None:
+            return self.program(x.contiguous(), cache, tables, block, taps)
         batch, slots, width = x.shape
         lengths = cache.lengths
         taken: dict[int, Tensor] = {}

@@ -37,7 +37,7 @@ class DrafterDecoder:
     def pack(self, kind: type[Packed]) -> None:
         """Compute with packed copies of the weights, as they are now."""
         self.features = self.features.pack(kind)
-        self.decoder.layers = [layer.pack(kind) for layer in self.decoder.layers]
+        self.decoder.pack(kind)
 
     def hidden(self, embeddings: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Final-normed hidden states [B, S, H] of embedded blocks [B, S, H] over their cached context."""

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with their weights in the order that oneDNN reads, as they are or in 8 bits.
+"""Linear layers on a CPU with their weights in the order that they are read in, as they are or in 8 bits.
 
 A packed weight is a copy, made anew by `pack` where the original has changed.
 """
@@ -10,62 +10,54 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-_ROWS = 8  # of x, for which the order is chosen; any other number works
+from . import fused
+from ._native_fused import packed_parts
+
 _SHARE = 0.5  # of the memory that is free, at most, for copies
 
 
+def panels_of(weight: Tensor) -> Tensor:
+    """A weight [N, K] in float32, bfloat16 or int8, as `fused.packed_linear` takes it."""
+    rows, width = weight.shape
+    inputs = 4 // weight.element_size()
+    padded = F.pad(weight, (0, -width % (16 * inputs), 0, -rows % 32))
+    return padded.view(-1, 2, 16, padded.shape[1] // (16 * inputs), 16, inputs).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
 class Packed:
-    """x [M, K] to [M, N] for a weight [N, K] and a bias [N] or None.
+    """x [M, K] to [M, N] for a weight [N, K] in float32 or bfloat16 and a bias [N] or None."""
 
-    Attributes:
-        least_rows: Fewer rows are faster with the weight as it was.
-    """
-
-    least_rows = 1
     originals: object = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), bias
-        if weight.dtype == torch.float32:
-            self.least_rows = 2
+        self._out_features, self._in_features = weight.shape
+        self._weight, self._bias = self._ordered(weight), bias
+
+    def _ordered(self, weight: Tensor) -> Tensor:
+        self._scales: Tensor | None = None
+        return panels_of(weight)
 
     def __deepcopy__(self, memo: object) -> Packed:
         return self  # never changes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return fused.packed_linear(x, self._weight, self._scales, self._bias, self._out_features)
+
+    def parts(self) -> tuple[object, ...]:
+        """What a compiled decoder reads, by address: it must keep this layer."""
+        return packed_parts(self._weight, self._scales, self._bias, self._in_features, self._out_features)
 
 
 class Int8(Packed):
-    """The same with 8-bit weights, a scale per output, and 8-bit inputs, a scale per row.
+    """The same with 8-bit weights, a scale per output, and 8-bit inputs, a scale per row; of any floating dtype."""
 
-    Products of whole numbers are exact, so a row's result does not depend on the other rows.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def _ordered(self, weight: Tensor) -> Tensor:
         wide = weight.float()
-        scales = _largest(wide) / 127
-        self._weight = torch.ops.onednn.qlinear_prepack(wide.div_(scales).round_().to(torch.int8), None)
-        self._scales = scales.flatten() / 127  # the rows' scales are kept 127 times too large
-        self._zeros = torch.zeros(len(weight), dtype=torch.int32)
-        self._bias = None if bias is None else bias.float()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        largest = _largest(wide)
-        whole = wide.div(largest).mul_(127).round_().to(torch.int8)
-        product = torch.ops.onednn.qlinear_pointwise.default(
-            whole, 1.0, 0, self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        if self._bias is not None:
-            return torch.addcmul(self._bias, product, largest).to(x.dtype)
-        return torch.mul(product, largest, out=x.new_empty(product.shape))
-
-
-def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude of each row [M, 1], never 0."""
-    return x.abs().amax(1, keepdim=True).clamp_min_(1e-30)
+        scales = wide.abs().amax(1, keepdim=True).clamp_min_(1e-30) / 127
+        self._scales = scales.flatten()
+        return panels_of(wide.div_(scales).round_().to(torch.int8))
 
 
 _KEPT: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
@@ -88,15 +80,8 @@ def pack(kind: type[Packed], weights: tuple[Tensor, ...], biases: tuple[Tensor |
 
 def packing_fault(dtype: torch.dtype, nbytes: int, quantize: str | None = None) -> str | None:
     """Why weights of this dtype and size in bytes are not packed here, or None."""
-    if not torch.backends.mkldnn.is_available():
-        return "torch is built without oneDNN"
-    asked = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
-    name = str(dtype).removeprefix("torch.")
-    able = name == "float32" or (name in asked and getattr(torch.ops.mkldnn, asked[name])())
-    if quantize is None and not able:
-        return f"oneDNN has no {name} on this processor"
-    if quantize is not None and not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        return "torch's quantised oneDNN ops are missing"
+    if quantize is None and dtype not in (torch.float32, torch.bfloat16):
+        return f"{str(dtype).removeprefix('torch.')} has no packed form"
     free = _free_memory()
     if free is not None and nbytes > _SHARE * free:
         return f"a copy of the weights takes {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"

@@ -44,6 +44,20 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * factor
 
 
+def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+    """A linear layer from a weight in panels; see `pydflash.fused.packed_linear`."""
+    panels, steps, halves, words, outputs, inputs = weight.shape
+    rows = weight.permute(0, 2, 4, 1, 3, 5).reshape(panels * halves * outputs, steps * words * inputs)
+    plain, wide = _wide(rows[:out_features, : x.shape[1]]), _wide(x)
+    if scales is None:
+        y = wide @ plain.to(wide.dtype).t()
+    else:
+        largest = wide.abs().amax(1, keepdim=True).clamp_min(1e-30)
+        whole = (wide * 127 / largest).round()
+        y = (whole.double() @ plain.double().t()).to(wide.dtype) * (largest / 127) * scales
+    return (y if bias is None else y + _wide(bias)).to(x.dtype)
+
+
 def skinny_linear(
     x: Tensor,
     weights: Sequence[Tensor],

@@ -92,7 +92,7 @@ class Recognised:
     def pack(self, kind: type[Packed]) -> None:
         """Compute with packed copies of the weights, as they are now."""
         with torch.no_grad():
-            self.decoder.layers = [layer.pack(kind) for layer in self.decoder.layers]
+            self.decoder.pack(kind)
             if self.head is not None:
                 self.head = self.head.pack(kind)
 

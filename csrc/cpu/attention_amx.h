@@ -3,36 +3,10 @@
 #pragma once
 
 #include "cpu/attention_pairs.h"
+#include "cpu/tiles.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
-
-// Full 16 x 64 byte tiles for the scope's lifetime; then the thread's former configuration, which others may reuse.
-class TileScope {
- public:
-  TileScope() {
-    alignas(64) static constexpr Config full{
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_storeconfig(&saved_);
-    _tile_loadconfig(&full);
-  }
-  ~TileScope() {
-    if (saved_.palette != 0)
-      _tile_loadconfig(&saved_);
-    else
-      _tile_release();
-  }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
-
- private:
-  struct Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  alignas(64) Config saved_;
-};
 
 // out [16 R][16 C] (+)= the sum over steps of R left tiles times C right tiles; strides and steps in bytes.
 struct TileProduct {

@@ -1,6 +1,7 @@
 # Every kernel file is compiled once per instruction-set level, each in its own namespace; dispatch.cpp picks
 # the widest level of the running machine. So one wheel serves all machines, without -march=native.
-set(cpu_kernels block_attention cache_append block_conv fused path_select path_tree path_viterbi reject_sample)
+set(cpu_kernels block_attention cache_append block_conv fused packed_linear path_select path_tree path_viterbi
+                reject_sample)
 set(cpu_levels base)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND cpu_levels avx2 avx512 avx512_bf16 amx)
@@ -8,11 +9,11 @@ endif()
 set(cpu_flags_base "")
 set(cpu_flags_avx2 -mavx2 -mfma -mf16c)
 set(cpu_flags_avx512 ${cpu_flags_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-# These two are avx512 with another block_attention.
+# These two are avx512 with some kernels of their own.
 set(cpu_flags_avx512_bf16 ${cpu_flags_avx512} -mavx512bf16)
-set(cpu_flags_amx ${cpu_flags_avx512_bf16} -mamx-tile -mamx-bf16)
+set(cpu_flags_amx ${cpu_flags_avx512_bf16} -mamx-tile -mamx-bf16 -mamx-int8)
 set(cpu_kernels_avx512_bf16 block_attention)
-set(cpu_kernels_amx block_attention)
+set(cpu_kernels_amx block_attention packed_linear)
 
 set(cpu_objects "")
 foreach(level ${cpu_levels})
@@ -37,7 +38,8 @@ foreach(level ${cpu_levels})
   list(APPEND cpu_objects $<TARGET_OBJECTS:cpu_${level}>)
 endforeach()
 
-pydflash_add_backend(cpu FUSED SOURCES csrc/cpu/dispatch.cpp ${cpu_objects})
+pydflash_add_backend(cpu FUSED SOURCES csrc/bindings_packed.cpp csrc/cpu/decoder.cpp csrc/cpu/dispatch.cpp ${cpu_objects})
+target_compile_definitions(_cpu PRIVATE PYDFLASH_PACKED=1)
 target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 if("avx512" IN_LIST cpu_levels)
   target_compile_definitions(_cpu PRIVATE PYDFLASH_X86=1)

@@ -2,8 +2,7 @@
 // alone and their partial results are merged in order, so results depend neither on threads nor on the batch.
 #include <omp.h>
 
-#include <cstdlib>
-#include <new>
+#include "cpu/kept.h"
 
 #if defined(__AMX_BF16__)
 #include "cpu/attention_amx.h"
@@ -60,27 +59,6 @@ Span span_of(const BlockAttentionParams& p, int batch) {
   if (keys > 0) span.chunks = int((keys + span.chunk_keys - 1) / span.chunk_keys);
   return span;
 }
-
-// The calling thread's memory, kept between calls: it grows to the largest call seen, which the limits above bound.
-class KeptMemory {
- public:
-  ~KeptMemory() { std::free(data_); }
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = 0;
-      bytes = size_t(round_up(int64_t(bytes), 4096));
-      data_ = static_cast<char*>(std::aligned_alloc(4096, bytes));
-      if (data_ == nullptr) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t size_ = 0;
-};
 
 template <class Products>
 class Attention {

@@ -14,7 +14,8 @@
 
 namespace pydflash::cpu {
 
-#define PYDFLASH_CPU_KERNELS(apply) PYDFLASH_KERNELS(apply) PYDFLASH_FUSED_KERNELS(apply)
+#define PYDFLASH_CPU_KERNELS(apply) \
+  PYDFLASH_KERNELS(apply) PYDFLASH_FUSED_KERNELS(apply) apply(packed_linear, PackedLinearParams)
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
 #define PYDFLASH_MEMBER(name, Params) void (*name)(const Params&, Stream);
 
@@ -33,6 +34,7 @@ void block_attention(const BlockAttentionParams& params, Stream stream);
 }
 namespace amx {
 void block_attention(const BlockAttentionParams& params, Stream stream);
+void packed_linear(const PackedLinearParams& params, Stream stream);
 }
 #endif
 
@@ -75,27 +77,28 @@ bool is_amd() { return __builtin_cpu_is("amd"); }
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  const bool tiles = edx >> 24 & 1, bf16 = edx >> 22 & 1;
+  const bool tiles = edx >> 24 & 1, bf16 = edx >> 22 & 1, int8 = edx >> 25 & 1;
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int request_permission = 0x1023, tile_data = 18;
-  return tiles && bf16 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return tiles && bf16 && int8 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
   return false;
 #endif
 }
 
-Level with_attention(const char* name, bool (*usable)(), bool (*preferred)(),
-                     void (*attention)(const BlockAttentionParams&, Stream)) {
+// avx512 with other kernels for what the level adds.
+Level wider(const char* name, bool (*usable)(), bool (*preferred)(), decltype(Level::block_attention) attention,
+            decltype(Level::packed_linear) linear = avx512::packed_linear) {
   Level level{name, usable, preferred, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)};
-  level.block_attention = attention;
+  level.block_attention = attention, level.packed_linear = linear;
   return level;
 }
 #endif
 
 const Level levels[] = {  // widest first
 #if defined(PYDFLASH_X86)
-    with_attention("amx", has_amx, yes, amx::block_attention),
-    with_attention("avx512_bf16", has_avx512_bf16, is_amd, avx512_bf16::block_attention),
+    wider("amx", has_amx, yes, amx::block_attention, amx::packed_linear),
+    wider("avx512_bf16", has_avx512_bf16, is_amd, avx512_bf16::block_attention),
     {"avx512", has_avx512, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)},
     {"avx2", has_avx2, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX2)},
 #endif

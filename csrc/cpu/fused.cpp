@@ -7,31 +7,7 @@ namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
 constexpr int kMostDim = 256;  // of a head
-
-// Calls run(i, count) for each whole vector of `size` values, and for what is left.
-template <class Run>
-PYDFLASH_FN void by_vectors(int size, Run run) {
-  int i = 0;
-  for (; i + kLanes <= size; i += kLanes) run(i, kLanes);
-  if (i < size) run(i, size - i);
-}
-
-// The first `count` of a vector; the other lanes are zero.
-template <class T>
-PYDFLASH_FN Floats load_some(const T* from, int count) {
-  if (count == kLanes) return load(from);
-  T values[kLanes] = {};
-  memcpy(values, from, size_t(count) * sizeof(T));
-  return load(values);
-}
-
-template <class T>
-PYDFLASH_FN void store_some(T* to, Floats x, int count) {
-  if (count == kLanes) return store(to, x);
-  T values[kLanes];
-  store(values, x);
-  memcpy(to, values, size_t(count) * sizeof(T));
-}
+constexpr int64_t kParallel = 1 << 14;  // numbers: about 15 us on one core
 
 template <class T>
 PYDFLASH_FN Floats rounded(Floats x) {
@@ -62,7 +38,7 @@ struct Norm {
 template <class T>
 void norm_rows(const AddRmsNormParams& p) {
   const Norm<T> norm{static_cast<const T*>(p.weight), p.eps, p.weight_offset, p.round_first};
-#pragma omp parallel for if (int64_t(p.rows) * p.size > 1 << 18)
+#pragma omp parallel for if (int64_t(p.rows) * p.size > kParallel)
   for (int row = 0; row < p.rows; ++row) {
     const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
     Floats squares{};
@@ -87,7 +63,7 @@ void norm_rows(const AddRmsNormParams& p) {
 
 template <class T>
 void swiglu_rows(const SwigluParams& p) {
-#pragma omp parallel for if (int64_t(p.rows) * p.size > 1 << 17)
+#pragma omp parallel for if (int64_t(p.rows) * p.size > kParallel)
   for (int row = 0; row < p.rows; ++row) {
     const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
     T* out = static_cast<T*>(p.out) + row * p.out_stride;
@@ -139,7 +115,7 @@ void split_heads(const HeadNormRopeParams& p) {
   const Norm<T> k_norm{static_cast<const T*>(p.k_weight), p.eps, p.weight_offset, p.round_first};
   const Rotation rotation{p.cos, p.sin, p.positions, p.rotary_dim, p.interleaved};
   const int heads = p.num_heads + 2 * p.num_kv_heads, dim = p.head_dim;
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * heads * dim > 1 << 18)
+#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * heads * dim > kParallel)
   for (int b = 0; b < p.batch; ++b)
     for (int i = 0; i < p.slots; ++i) {
       const T* from = static_cast<const T*>(p.qkv) + b * p.qkv_stride[0] + i * p.qkv_stride[1];
@@ -160,7 +136,7 @@ template <class T>
 void append_rows(const ContextAppendParams& p) {
   const Rotation rotation{p.cos, p.sin, p.positions, p.rotary_dim, p.interleaved};
   const int dim = p.head_dim, width = p.num_kv_heads * dim;
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.rows * p.layers * width > 1 << 17)
+#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.rows * p.layers * width > kParallel)
   for (int b = 0; b < p.batch; ++b)
     for (int n = 0; n < p.rows; ++n) {
       const int64_t count = p.counts[b], position = int64_t(p.lengths[b]) + n;

@@ -1,0 +1,183 @@
+// What CPUs have beside the ops of all backends: packed_linear, and a decoder as one call.
+#include "bindings.h"
+#include "cpu/decoder.h"
+
+namespace pydflash {
+namespace {
+
+// Weight, scales, bias, in_features and out_features.
+using LinearParts = std::tuple<Capsule, MaybeCapsule, MaybeCapsule, int64_t, int64_t>;
+// Bases before and after, and the projection of the deltas.
+using ConvParts = std::tuple<Capsule, Capsule, LinearParts>;
+// Norms of the input, of q, of k and after attention; qkv, output, gate_up, down; window, causal; convolutions.
+using LayerParts = std::tuple<Capsule, MaybeCapsule, MaybeCapsule, Capsule, LinearParts, LinearParts, LinearParts,
+                              LinearParts, int, bool, std::optional<ConvParts>, std::optional<ConvParts>>;
+
+cpu::DecoderLinear check_linear(const char* op, const LinearParts& parts, const TensorView& like) {
+  const auto& [weight_, scales_, bias_, in_features, out_features] = parts;
+  TensorView weight(op, "weight", weight_);
+  if (!scales_ && like.dtype() == DType::f16) like.fail("float32 or bfloat16 where there are no scales", "float16");
+  scales_ ? weight.is("int8, as there are scales", 0, 8) : weight.like(like);
+  const int inputs = scales_ ? 4 : like.dtype() == DType::f32 ? 1 : 2;
+  weight.shape({-1, -1, 2, 16, 16, inputs}, "[panels, steps, 2, 16, 16, inputs of a word]").contiguous();
+  const int64_t panels = weight.dim(0), steps = weight.dim(1);
+  if ((in_features + 16 * inputs - 1) / (16 * inputs) != steps)
+    weight.fail(text("of as many steps of ", 16 * inputs, " inputs as K = ", in_features, " needs"), text(steps));
+  if ((out_features + 31) / 32 != panels)
+    weight.fail(text("of as many panels of 32 outputs as N = ", out_features, " needs"), text(panels));
+  cpu::DecoderLinear linear{int(in_features), int(out_features), int(panels), int(steps), weight.data(), nullptr, nullptr};
+  if (scales_)
+    linear.scales = data_of<float>(TensorView(op, "scales", *scales_).float32().shape({out_features}, "[N]").contiguous());
+  linear.bias = maybe_weight(op, "bias", bias_, like, {out_features}, "[N]");
+  return linear;
+}
+
+void packed_linear(Capsule x_, const LinearParts& parts, Capsule out_, uintptr_t stream, int device) {
+  const char* op = "packed_linear";
+  TensorView x(op, "x", x_), out(op, "out", out_);
+  const int64_t in_features = std::get<3>(parts), out_features = std::get<4>(parts);
+  x.floating().shape({-1, in_features}, "[M, K]").row_contiguous();
+  out.like(x).shape({x.dim(0), out_features}, "[M, N]").row_contiguous();
+  const cpu::DecoderLinear linear = check_linear(op, parts, x);
+  if (out.empty()) return;
+  if (x.dim(0) > 65535) x.fail("at most 65535 rows", text(x.dim(0)));
+  const PackedLinearParams p{int(x.dim(0)), linear.in_features, linear.out_features, linear.panels, linear.steps,
+                             x.dtype(), x.data(), x.stride(0), linear.weight, linear.scales, linear.bias, out.data(),
+                             out.stride(0)};
+  py::gil_scoped_release nogil;
+  backend::packed_linear(p, stream_of(stream, device));
+}
+
+const void* check_norm(const Capsule& weight, const TensorView& like, int64_t size) {
+  return TensorView("decoder", "norm", weight).like(like).shape({size}, "[size]").contiguous().data();
+}
+
+std::optional<cpu::DecoderConv> check_conv(const std::optional<ConvParts>& parts, const TensorView& like, int64_t hidden) {
+  if (!parts) return std::nullopt;
+  const auto& [before_, after_, deltas_] = *parts;
+  TensorView before("decoder", "before", before_), after("decoder", "after", after_);
+  before.like(like).shape({-1, hidden}, "[T, H]").contiguous();
+  const int64_t taps = before.dim(0);
+  after.like(like).shape({taps, hidden}, "[T, H]").contiguous();
+  const cpu::DecoderLinear deltas = check_linear("decoder", deltas_, like);
+  const int64_t groups = taps < 1 ? 0 : deltas.out_features / (2 * taps);
+  if (taps < 1 || taps > 8 || groups < 1 || deltas.out_features != 2 * taps * groups || hidden % groups != 0)
+    before.fail("of 1 to 8 taps whose deltas are 2 T groups", text(taps, " taps and ", deltas.out_features, " deltas"));
+  if (deltas.in_features != hidden) before.fail("beside deltas of H inputs", text(deltas.in_features));
+  return cpu::DecoderConv{int(taps), int(groups), before.data(), after.data(), deltas};
+}
+
+void check_sizes(const char* name, const cpu::DecoderLinear& linear, int64_t in_features, int64_t out_features) {
+  if (linear.in_features != in_features || linear.out_features != out_features)
+    refuse(text("decoder: ", name, " must be [", out_features, ", ", in_features, "], got [", linear.out_features, ", ",
+                linear.in_features, "]"));
+}
+
+class Decoder {
+ public:
+  // sizes: num_heads, num_kv_heads, head_dim, rotary_dim. The caller keeps the tensors.
+  Decoder(Capsule final_norm, std::array<int, 4> sizes, bool interleaved, double scale,
+          std::tuple<double, double, bool> norm, std::tuple<double, double, bool> head_norm,
+          const std::vector<LayerParts>& layers) {
+    TensorView last("decoder", "final_norm", final_norm);
+    last.floating().shape({-1}, "[H]").contiguous();
+    if (layers.empty()) refuse("decoder: layers must be at least one, got none");
+    const auto [heads, kv_heads, dim, rotary_dim] = sizes;
+    if (dim < 8 || dim % 8 != 0 || dim > 256 || rotary_dim < 0 || rotary_dim > dim || rotary_dim % 2 != 0 ||
+        kv_heads < 1 || heads % kv_heads != 0)
+      refuse(text("decoder: sizes must be heads in groups, of a dim that is a multiple of 8 up to 256, got ", heads, ", ",
+                  kv_heads, ", ", dim, ", ", rotary_dim));
+    const int64_t hidden = last.dim(0), queries = int64_t(heads) * dim;
+    const auto kind = [](const auto& n) { return cpu::DecoderNorm{float(std::get<0>(n)), float(std::get<1>(n)), std::get<2>(n)}; };
+    weights_ = {int(hidden), heads, kv_heads, dim, rotary_dim, interleaved, float(scale), last.dtype(), kind(norm),
+                kind(head_norm), last.data(), {}};
+    for (const auto& [input, q, k, post, qkv, output, gate_up, down, window, causal, attention_conv, mlp_conv] : layers) {
+      cpu::DecoderLayer layer{check_norm(input, last, hidden),
+                              maybe_weight("decoder", "q_norm", q, last, {dim}, "[D]"),
+                              maybe_weight("decoder", "k_norm", k, last, {dim}, "[D]"),
+                              check_norm(post, last, hidden),
+                              check_linear("decoder", qkv, last),
+                              check_linear("decoder", output, last),
+                              check_linear("decoder", gate_up, last),
+                              check_linear("decoder", down, last),
+                              window,
+                              causal,
+                              check_conv(attention_conv, last, hidden),
+                              check_conv(mlp_conv, last, hidden)};
+      check_sizes("qkv", layer.qkv, hidden, queries + 2 * int64_t(kv_heads) * dim);
+      check_sizes("output", layer.output, queries, hidden);
+      check_sizes("gate_up", layer.gate_up, hidden, 2 * int64_t(layer.down.in_features));
+      check_sizes("down", layer.down, layer.down.in_features, hidden);
+      weights_.layers.push_back(layer);
+    }
+  }
+
+  // taken: [taps, B, S, H] for the layers `taps`.
+  void forward(Capsule x_, Capsule out_, Capsule k_cache_, Capsule v_cache_, Capsule lengths_, Capsule cos_, Capsule sin_,
+               Capsule depths_, Capsule visibility_, MaybeCapsule causal_, Capsule k_block_, Capsule v_block_,
+               const std::vector<int>& taps, Capsule taken_) const {
+    const char* op = "decoder";
+    TensorView x(op, "x", x_), out(op, "out", out_), kc(op, "k_cache", k_cache_), vc(op, "v_cache", v_cache_),
+        lengths(op, "lengths", lengths_), cos(op, "cos", cos_), sin(op, "sin", sin_), depths(op, "depths", depths_),
+        visibility(op, "visibility", visibility_), kb(op, "k_block", k_block_), vb(op, "v_block", v_block_),
+        taken(op, "taken", taken_);
+    const int64_t layers = int64_t(weights_.layers.size()), heads = weights_.num_kv_heads, dim = weights_.head_dim;
+    x.floating().shape({-1, -1, weights_.hidden}, "[B, S, H]").contiguous();
+    if (x.dtype() != weights_.dtype) x.fail("of the weights' dtype", "another");
+    const int64_t batch = x.dim(0), slots = x.dim(1);
+    if (slots > 64 || batch * slots > 65535) x.fail("at most 64 slots and 65535 rows", text(batch, " x ", slots));
+    out.like(x).shape({batch, slots, weights_.hidden}, "[B, S, H]").contiguous();
+    kc.like(x).shape({layers, batch, heads, -1, dim}, "[Ly, B, Hkv, L, D]").row_contiguous();
+    vc.like(x).shape({layers, batch, heads, kc.dim(3), dim}, "[Ly, B, Hkv, L, D]").row_contiguous();
+    for (const TensorView* block : {&kb, &vb})
+      block->like(x).shape({layers, batch, heads, slots, dim}, "[Ly, B, Hkv, S, D]").contiguous();
+    lengths.int32().shape({batch}, "[B]").contiguous();
+    depths.int32().shape({depths.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
+    visibility.int64().shape({visibility.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
+    cos.float32().shape({-1, weights_.rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+    sin.float32().shape({cos.dim(0), weights_.rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+    taken.like(x).shape({int64_t(taps.size()), batch, slots, weights_.hidden}, "[taps, B, S, H]").contiguous();
+    if (weights_.rotary_dim > 0 && cos.dim(0) == 0) cos.fail("of at least one position", "0");
+    cpu::DecoderCall call{};
+    kc.strides_to(call.cache_stride, 4);
+    for (int i = 0; i < 4; ++i)
+      if (vc.stride(i) != kc.stride(i)) vc.fail("laid out as k_cache", "otherwise");
+    if (causal_) {
+      TensorView causal(op, "causal", *causal_);
+      causal.int64().shape({visibility.dim(0), slots}, "[B or 1, S]").contiguous();
+      call.causal = data_of<int64_t>(causal);
+    }
+    call.taken.assign(size_t(layers), nullptr);
+    for (size_t i = 0; i < taps.size(); ++i) {
+      if (taps[i] < 0 || taps[i] >= layers) refuse(text("decoder: taps must be layers below ", layers, ", got ", taps[i]));
+      call.taken[size_t(taps[i])] =
+          static_cast<char*>(taken.data()) + int64_t(i) * batch * slots * weights_.hidden * x.element_size();
+    }
+    if (x.empty()) return;
+    if (kc.dim(3) == 0) kc.fail("of at least one row", "none");
+    call.batch = int(batch), call.slots = int(slots), call.x = x.data(), call.out = out.data();
+    call.k_cache = kc.data(), call.v_cache = vc.data(), call.capacity = kc.dim(3);
+    call.k_block = kb.data(), call.v_block = vb.data();
+    call.cos = data_of<float>(cos), call.sin = data_of<float>(sin), call.positions = cos.dim(0);
+    call.lengths = data_of<int32_t>(lengths), call.depths = data_of<int32_t>(depths);
+    call.visibility = data_of<int64_t>(visibility);
+    call.depths_stride = depths.dim(0) == 1 ? 0 : slots, call.visibility_stride = visibility.dim(0) == 1 ? 0 : slots;
+    py::gil_scoped_release nogil;
+    cpu::run_decoder(weights_, call);
+  }
+
+ private:
+  cpu::DecoderWeights weights_;
+};
+
+}  // namespace
+
+void define_packed(py::module_& m) {
+  m.def("packed_linear", &packed_linear);
+  py::class_<Decoder>(m, "Decoder")
+      .def(py::init<Capsule, std::array<int, 4>, bool, double, std::tuple<double, double, bool>,
+                    std::tuple<double, double, bool>, const std::vector<LayerParts>&>())
+      .def("forward", &Decoder::forward);
+}
+
+}  // namespace pydflash

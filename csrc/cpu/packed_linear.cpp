@@ -1,0 +1,109 @@
+// A linear layer at the speed of its weight's bytes. A panel's products run over all rows before the next panel is
+// read, and each row's over its inputs in one order: results depend neither on the other rows nor on threads.
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/kept.h"
+
+#if defined(__AMX_BF16__)
+#include "cpu/linear_tiles.h"
+#else
+#include "cpu/linear_rows.h"
+#endif
+
+namespace pydflash::cpu::PYDFLASH_LEVEL {
+namespace {
+
+constexpr int64_t kParallelBytes = 96 << 10;  // of a weight: about 10 us on one core
+constexpr int kShares = 8;  // of the panels, per thread: threads that are held up leave theirs to others
+
+// One row's sums of a panel to the output.
+template <class T, class Sums>
+PYDFLASH_FN void write_row(const PackedLinearParams& p, const Sums* sums, float row_scale, int64_t output, int row) {
+  T* out = static_cast<T*>(p.out) + row * p.out_stride + output;
+  const T* bias = p.bias == nullptr ? nullptr : static_cast<const T*>(p.bias) + output;
+  by_vectors(int(std::min<int64_t>(kPanel, p.out_features - output)), [&](int i, int count) {
+    Floats y;
+    if constexpr (std::is_same_v<Sums, float>)
+      y = load(sums + i);
+    else
+      y = __builtin_convertvector(load_raw<Ints>(sums + i), Floats) * row_scale * load_some(p.scales + output + i, count);
+    store_some(out + i, bias == nullptr ? y : y + load_some(bias + i, count), count);
+  });
+}
+
+template <class T, class Products>
+void run(const PackedLinearParams& p) {
+  static thread_local KeptMemory kept;
+  const int words = p.steps * kStepWords;
+  const int64_t padded = Products::padded(p.rows);
+  const char* x = Products::template in_place<T>(p);
+  int64_t stride = p.x_stride * int64_t(sizeof(T));
+  float* row_scales = nullptr;
+  char* staged = nullptr;
+  if (x == nullptr) {
+    stride = Products::staged_bytes(words);
+    staged = kept.reserve(size_t(padded * (stride + int64_t(sizeof(float)))));
+    row_scales = reinterpret_cast<float*>(staged + padded * stride);
+    x = staged;
+  }
+  const int threads = p.panels * int64_t(p.steps) * kStepBytes > kParallelBytes ? omp_get_max_threads() : 1;
+  const int share = std::max(1, p.panels / (kShares * threads));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    if (staged != nullptr) {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < padded; ++row) {
+        char* to = staged + row * stride;
+        if (row < p.rows)
+          row_scales[row] = Products::stage(static_cast<const T*>(p.x) + row * p.x_stride, p.in_features, words, to);
+        else
+          memset(to, 0, size_t(stride));
+      }
+    }
+    const Products products(p.rows, p.steps);
+    alignas(64) typename Products::Sum sums[kBlockRows][kPanel];
+#pragma omp for schedule(dynamic, share) nowait
+    for (int panel = 0; panel < p.panels; ++panel) {
+      const char* weight = static_cast<const char*>(p.weight) + int64_t(panel) * p.steps * kStepBytes;
+      for (int first = 0; first < p.rows; first += kBlockRows) {
+        const int rows = std::min(kBlockRows, p.rows - first);
+        products(x + first * stride, stride, weight, rows, sums);
+        for (int r = 0; r < rows; ++r)
+          write_row<T>(p, sums[r], row_scales == nullptr ? 1 : row_scales[first + r], int64_t(panel) * kPanel, first + r);
+      }
+    }
+  }
+}
+
+#if defined(__AMX_BF16__)
+using Half = TileProducts<bf16>;
+using Whole = TileProducts<int8_t>;
+#else
+using Half = VectorProducts<BFloatWords>;
+using Whole = VectorProducts<Int8Words>;
+#endif
+
+}  // namespace
+
+#if defined(__AMX_BF16__)
+}  // namespace PYDFLASH_LEVEL
+namespace pydflash::cpu::avx512 {
+void packed_linear(const PackedLinearParams& p, Stream stream);
+}
+namespace pydflash::cpu::PYDFLASH_LEVEL {
+#endif
+
+void packed_linear(const PackedLinearParams& p, [[maybe_unused]] Stream stream) {
+  if (p.scales != nullptr) return by_dtype(p.dtype, [&](auto type) { run<decltype(type), Whole>(p); });
+  if (p.dtype == DType::bf16) return run<bf16, Half>(p);
+#if defined(__AMX_BF16__)
+  avx512::packed_linear(p, stream);  // tiles have no float
+#else
+  run<float, VectorProducts<FloatWords>>(p);
+#endif
+}
+
+}  // namespace pydflash::cpu::PYDFLASH_LEVEL
