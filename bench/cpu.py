@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 from machine import machine

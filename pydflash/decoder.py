@@ -17,7 +17,7 @@ from . import fused, ops
 from .adjacent import joined
 from .cache import KVCache
 from .decoder_program import Program
-from .packed import Packed, pack
+from .packed import PACKED_DTYPES, Packed, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,13 @@ class LayerWeights:
     mlp_conv: Convolution | None = None
 
     def pack(self, kind: type[Packed]) -> LayerWeights:
-        """The same with packed copies of its large weights."""
+        """The same with packed copies of its weights; those of the convolutions, which are small, as they are."""
         names = ("qkv", "output", "gate_up", "down")
         held: dict[str, Any] = {name: getattr(self, name).pack(kind) for name in names}
+        exact = Packed if self.input_norm.dtype in PACKED_DTYPES else kind
         for name in ("attention_conv", "mlp_conv"):
             if (conv := getattr(self, name)) is not None:
-                held[name] = replace(conv, deltas=conv.deltas.pack(kind))
+                held[name] = replace(conv, deltas=conv.deltas.pack(exact))
         return replace(self, **held)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Program:
     """A decoder's layers, held by compiled code; the weights must not move while it lives."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, module: Any) -> None:
         """Raises: ValueError where sizes or dtypes do not fit."""
         self._held: list[Any] = [decoder.final_norm]  # what the compiled side has the addresses of
         layers = [
@@ -37,7 +37,7 @@ class Program:
             )
             for layer in decoder.layers
         ]
-        self._native = _backends.load("cpu").module.Decoder(
+        self._native = module.Decoder(
             _capsule(decoder.final_norm),
             (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, decoder.rotary_dim),
             decoder.interleaved,
@@ -49,10 +49,12 @@ class Program:
 
     @staticmethod
     def of(decoder: Decoder) -> Program | None:
-        """None where a layer is not packed."""
+        """None where a layer is not packed, or where there is no compiled code."""
         linears = [p for x in decoder.layers for p in (x.qkv, x.output, x.gate_up, x.down)]
         linears += [c.deltas for x in decoder.layers for c in (x.attention_conv, x.mlp_conv) if c is not None]
-        return Program(decoder) if all(p.packed is not None for p in linears) else None
+        module = _backends.load("cpu").module
+        packed = all(p.packed is not None for p in linears)
+        return Program(decoder, module) if packed and module is not None else None
 
     def __deepcopy__(self, memo: object) -> Program:
         return self  # never changes

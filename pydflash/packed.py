@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from . import fused
 from ._native_fused import packed_parts
 
+PACKED_DTYPES = (torch.float32, torch.bfloat16)  # that weights keep in panels
 _SHARE = 0.5  # of the memory that is free, at most, for copies
 
 
@@ -80,7 +81,7 @@ def pack(kind: type[Packed], weights: tuple[Tensor, ...], biases: tuple[Tensor |
 
 def packing_fault(dtype: torch.dtype, nbytes: int, quantize: str | None = None) -> str | None:
     """Why weights of this dtype and size in bytes are not packed here, or None."""
-    if quantize is None and dtype not in (torch.float32, torch.bfloat16):
+    if quantize is None and dtype not in PACKED_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} has no packed form"
     free = _free_memory()
     if free is not None and nbytes > _SHARE * free:

@@ -24,7 +24,6 @@ ORDER = (
         "adjacent",
         "cache",
         "config_keys",
-        "packed",
         "reference",
         "reference_fused",
         "rope",
@@ -35,6 +34,8 @@ ORDER = (
     ("_native", "target_cache", "target_defaults", "target_probe", "target_tree", "text", "weight_files"),
     ("_native_fused", "config_rope", "ops"),
     ("fused", "layouts"),
+    ("packed",),
+    ("decoder_program",),
     ("config", "decoder"),
     ("checkpoint", "layers", "target_layers"),
     ("drafter_decoder", "drafter_weights", "target"),
@@ -48,7 +49,6 @@ ORDER = (
 LEAVES = (
     "_sycl_runtime",
     "adjacent",
-    "packed",
     "reference",
     "reference_fused",
     "sampling",
@@ -57,7 +57,7 @@ LEAVES = (
     "stats",
     "tree",
 )
-FAST = ("decoder", "target_layers", "target_wiring", "target_fast", "device_round", "device_loop")
+FAST = ("decoder", "decoder_program", "target_layers", "target_wiring", "target_fast", "device_round", "device_loop")
 CONFIG = ("config", "config_keys", "config_rope", "layouts")
 TRANSFORMERS = ("target", "target_batch", "target_cache", "target_defaults", "target_fast")
 MOST_LINES = 430  # "about 400"
@@ -152,7 +152,9 @@ def test_leaves_and_the_named_edges() -> None:
     assert found["_native"] == {"_backends"}
     assert found["fused"] == {"_native_fused", "ops"}
     assert found["_native_fused"] == {"_backends", "_native", "reference_fused"}
-    assert found["decoder"] == {"adjacent", "cache", "fused", "ops", "packed"}
+    assert found["packed"] == {"_native_fused", "fused"}
+    assert found["decoder_program"] == {"_backends", "_native", "cache", "packed"}
+    assert found["decoder"] == {"adjacent", "cache", "decoder_program", "fused", "ops", "packed"}
     for name in CONFIG:
         assert found[name] <= set(CONFIG), name
     assert not found["drafter"] & {"target", "speculator", "sampling", "request", "text"}

@@ -38,7 +38,8 @@ foreach(level ${cpu_levels})
   list(APPEND cpu_objects $<TARGET_OBJECTS:cpu_${level}>)
 endforeach()
 
-pydflash_add_backend(cpu FUSED SOURCES csrc/bindings_packed.cpp csrc/cpu/decoder.cpp csrc/cpu/dispatch.cpp ${cpu_objects})
+pydflash_add_backend(cpu FUSED SOURCES csrc/bindings_packed.cpp csrc/cpu/crew.cpp csrc/cpu/decoder.cpp
+                     csrc/cpu/dispatch.cpp ${cpu_objects})
 target_compile_definitions(_cpu PRIVATE PYDFLASH_PACKED=1)
 target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 if("avx512" IN_LIST cpu_levels)

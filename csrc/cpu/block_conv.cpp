@@ -1,3 +1,4 @@
+#include "cpu/crew.h"
 #include "cpu/vector.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
@@ -41,12 +42,15 @@ void run(const BlockConvParams& p) {
                    : group % 8 == 0    ? slot<T, 8>
                    : group % 4 == 0    ? slot<T, 4>
                                        : narrow_slot<T>;
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * p.channels > 1 << 18)
-  for (int b = 0; b < p.batch; ++b)
-    for (int i = 0; i < p.slots; ++i)
+  const int64_t items = int64_t(p.batch) * p.slots;
+  in_shares(items, threads_for(items * p.channels, 1 << 15), [&](int64_t begin, int64_t end, int) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t b = at / p.slots, i = at % p.slots;
       one(p, static_cast<const T*>(p.x) + b * p.x_stride[0] + i * p.x_stride[1],
           static_cast<const T*>(p.delta) + b * p.delta_stride[0] + i * p.delta_stride[1],
-          i + 1 < p.taps ? i + 1 : p.taps, static_cast<T*>(p.y) + (int64_t(b) * p.slots + i) * p.channels);
+          int(i + 1 < p.taps ? i + 1 : p.taps), static_cast<T*>(p.y) + at * p.channels);
+    }
+  });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "cpu/cpu.h"
+#include "cpu/crew.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
 
@@ -9,10 +10,11 @@ void cache_append(const CacheAppendParams& p, Stream) {
   // Rows are copied in runs where they lie one after the other on both sides (a chain's always do).
   const bool dense = p.k_cache_stride[3] == p.head_dim && p.v_cache_stride[3] == p.head_dim &&
                      p.k_block_stride[3] == p.head_dim && p.v_block_stride[3] == p.head_dim;
-#pragma omp parallel for collapse(2) if (int64_t(p.layers) * p.entries * p.num_kv_heads * row_bytes > 1 << 20)
-  for (int layer = 0; layer < p.layers; ++layer) {
-    for (int b = 0; b < p.batch; ++b) {
-      const int32_t* index = p.index + int64_t(b) * p.entries;
+  const int threads = threads_for(int64_t(p.layers) * p.entries * p.num_kv_heads * row_bytes, 1 << 20);
+  in_shares(int64_t(p.layers) * p.batch, threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t layer = i / p.batch, b = i % p.batch;
+      const int32_t* index = p.index + b * p.entries;
       int count = 0;
       while (count < p.entries && index[count] >= 0) ++count;
       const auto row = [&](const void* data, const int64_t* stride, int64_t head, int64_t at) {
@@ -33,7 +35,7 @@ void cache_append(const CacheAppendParams& p, Stream) {
         n += int(rows);
       }
     }
-  }
+  });
 }
 
 }  // namespace pydflash::cpu::PYDFLASH_LEVEL

@@ -1,6 +1,7 @@
 // The steps of a decoder that plain torch would take in several calls each; see kernels.h.
 #include <algorithm>
 
+#include "cpu/crew.h"
 #include "cpu/vector.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
@@ -8,6 +9,14 @@ namespace {
 
 constexpr int kMostDim = 256;  // of a head
 constexpr int64_t kParallel = 1 << 14;  // numbers: about 15 us on one core
+
+// Calls run(i) for each of so many items of `size` numbers.
+template <class Run>
+void each_of(int64_t items, int64_t size, Run run) {
+  in_shares(items, threads_for(items * size, kParallel), [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) run(i);
+  });
+}
 
 template <class T>
 PYDFLASH_FN Floats rounded(Floats x) {
@@ -38,8 +47,7 @@ struct Norm {
 template <class T>
 void norm_rows(const AddRmsNormParams& p) {
   const Norm<T> norm{static_cast<const T*>(p.weight), p.eps, p.weight_offset, p.round_first};
-#pragma omp parallel for if (int64_t(p.rows) * p.size > kParallel)
-  for (int row = 0; row < p.rows; ++row) {
+  each_of(p.rows, p.size, [&](int64_t row) {
     const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
     Floats squares{};
     if (p.delta != nullptr) {
@@ -58,13 +66,12 @@ void norm_rows(const AddRmsNormParams& p) {
       });
     }
     norm(x, squares, p.size, static_cast<T*>(p.out) + row * p.out_stride);
-  }
+  });
 }
 
 template <class T>
 void swiglu_rows(const SwigluParams& p) {
-#pragma omp parallel for if (int64_t(p.rows) * p.size > kParallel)
-  for (int row = 0; row < p.rows; ++row) {
+  each_of(p.rows, p.size, [&](int64_t row) {
     const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
     T* out = static_cast<T*>(p.out) + row * p.out_stride;
     by_vectors(p.size, [&](int i, int count) {
@@ -72,7 +79,7 @@ void swiglu_rows(const SwigluParams& p) {
       const Floats silu = rounded<T>(gate / (1.0f + exp(-gate)));
       store_some(out + i, silu * load_some(x + p.size + i, count), count);
     });
-  }
+  });
 }
 
 // Rotary tables, and how a head's channels pair up.
@@ -115,46 +122,44 @@ void split_heads(const HeadNormRopeParams& p) {
   const Norm<T> k_norm{static_cast<const T*>(p.k_weight), p.eps, p.weight_offset, p.round_first};
   const Rotation rotation{p.cos, p.sin, p.positions, p.rotary_dim, p.interleaved};
   const int heads = p.num_heads + 2 * p.num_kv_heads, dim = p.head_dim;
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.slots * heads * dim > kParallel)
-  for (int b = 0; b < p.batch; ++b)
-    for (int i = 0; i < p.slots; ++i) {
-      const T* from = static_cast<const T*>(p.qkv) + b * p.qkv_stride[0] + i * p.qkv_stride[1];
-      const int64_t position = int64_t(p.lengths[b]) + p.depths[b * p.depths_stride + i];
-      const auto at = [&](void* data, const int64_t* stride, int head) {
-        return static_cast<T*>(data) + b * stride[0] + head * stride[1] + i * stride[2];
-      };
-      for (int h = 0; h < p.num_heads; ++h, from += dim)
-        turn_head(from, q_norm, rotation, position, dim, at(p.q, p.q_stride, h));
-      for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
-        turn_head(from, k_norm, rotation, position, dim, at(p.k, p.k_stride, h));
-      for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
-        memcpy(at(p.v, p.v_stride, h), from, size_t(dim) * sizeof(T));
-    }
+  each_of(int64_t(p.batch) * p.slots, int64_t(heads) * dim, [&](int64_t row) {
+    const int64_t b = row / p.slots, i = row % p.slots;
+    const T* from = static_cast<const T*>(p.qkv) + b * p.qkv_stride[0] + i * p.qkv_stride[1];
+    const int64_t position = int64_t(p.lengths[b]) + p.depths[b * p.depths_stride + i];
+    const auto at = [&](void* data, const int64_t* stride, int head) {
+      return static_cast<T*>(data) + b * stride[0] + head * stride[1] + i * stride[2];
+    };
+    for (int h = 0; h < p.num_heads; ++h, from += dim)
+      turn_head(from, q_norm, rotation, position, dim, at(p.q, p.q_stride, h));
+    for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
+      turn_head(from, k_norm, rotation, position, dim, at(p.k, p.k_stride, h));
+    for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
+      memcpy(at(p.v, p.v_stride, h), from, size_t(dim) * sizeof(T));
+  });
 }
 
 template <class T>
 void append_rows(const ContextAppendParams& p) {
   const Rotation rotation{p.cos, p.sin, p.positions, p.rotary_dim, p.interleaved};
   const int dim = p.head_dim, width = p.num_kv_heads * dim;
-#pragma omp parallel for collapse(2) if (int64_t(p.batch) * p.rows * p.layers * width > kParallel)
-  for (int b = 0; b < p.batch; ++b)
-    for (int n = 0; n < p.rows; ++n) {
-      const int64_t count = p.counts[b], position = int64_t(p.lengths[b]) + n;
-      if (n >= count || n < count - p.capacity) continue;  // of a ring only the last rows survive
-      const T* from = static_cast<const T*>(p.kv) + b * p.kv_stride[0] + n * p.kv_stride[1];
-      for (int layer = 0; layer < p.layers; ++layer) {
-        const T* weight = p.k_weights == nullptr ? nullptr : static_cast<const T*>(p.k_weights) + int64_t(layer) * dim;
-        const Norm<T> norm{weight, p.eps, p.weight_offset, p.round_first};
-        const auto at = [&](void* data, const int64_t* stride, int head) {
-          return static_cast<T*>(data) + layer * stride[0] + b * stride[1] + head * stride[2] +
-                 position % p.capacity * stride[3];
-        };
-        for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
-          turn_head(from, norm, rotation, position, dim, at(p.k_cache, p.k_cache_stride, h));
-        for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
-          memcpy(at(p.v_cache, p.v_cache_stride, h), from, size_t(dim) * sizeof(T));
-      }
+  each_of(int64_t(p.batch) * p.rows, int64_t(p.layers) * width, [&](int64_t row) {
+    const int64_t b = row / p.rows, n = row % p.rows;
+    const int64_t count = p.counts[b], position = int64_t(p.lengths[b]) + n;
+    if (n >= count || n < count - p.capacity) return;  // of a ring only the last rows survive
+    const T* from = static_cast<const T*>(p.kv) + b * p.kv_stride[0] + n * p.kv_stride[1];
+    for (int layer = 0; layer < p.layers; ++layer) {
+      const T* weight = p.k_weights == nullptr ? nullptr : static_cast<const T*>(p.k_weights) + int64_t(layer) * dim;
+      const Norm<T> norm{weight, p.eps, p.weight_offset, p.round_first};
+      const auto at = [&](void* data, const int64_t* stride, int head) {
+        return static_cast<T*>(data) + layer * stride[0] + b * stride[1] + head * stride[2] +
+               position % p.capacity * stride[3];
+      };
+      for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
+        turn_head(from, norm, rotation, position, dim, at(p.k_cache, p.k_cache_stride, h));
+      for (int h = 0; h < p.num_kv_heads; ++h, from += dim)
+        memcpy(at(p.v_cache, p.v_cache_stride, h), from, size_t(dim) * sizeof(T));
     }
+  });
 }
 
 }  // namespace

@@ -1,10 +1,9 @@
 // A linear layer at the speed of its weight's bytes. A panel's products run over all rows before the next panel is
 // read, and each row's over its inputs in one order: results depend neither on the other rows nor on threads.
-#include <omp.h>
-
 #include <algorithm>
 #include <type_traits>
 
+#include "cpu/crew.h"
 #include "cpu/kept.h"
 
 #if defined(__AMX_BF16__)
@@ -17,7 +16,7 @@ namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
 constexpr int64_t kParallelBytes = 96 << 10;  // of a weight: about 10 us on one core
-constexpr int kShares = 8;  // of the panels, per thread: threads that are held up leave theirs to others
+constexpr int64_t kParallelStaged = 1 << 16;   // numbers of x
 
 // One row's sums of a panel to the output.
 template <class T, class Sums>
@@ -49,33 +48,30 @@ void run(const PackedLinearParams& p) {
     row_scales = reinterpret_cast<float*>(staged + padded * stride);
     x = staged;
   }
-  const int threads = p.panels * int64_t(p.steps) * kStepBytes > kParallelBytes ? omp_get_max_threads() : 1;
-  const int share = std::max(1, p.panels / (kShares * threads));
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    if (staged != nullptr) {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < padded; ++row) {
+  const int threads = threads_for(p.panels * int64_t(p.steps) * kStepBytes, kParallelBytes);
+  if (staged != nullptr)
+    in_shares(padded, threads_for(p.rows * int64_t(p.in_features), kParallelStaged), [&](int64_t begin, int64_t end, int) {
+      for (int64_t row = begin; row < end; ++row) {
         char* to = staged + row * stride;
         if (row < p.rows)
           row_scales[row] = Products::stage(static_cast<const T*>(p.x) + row * p.x_stride, p.in_features, words, to);
         else
           memset(to, 0, size_t(stride));
       }
-    }
+    });
+  in_shares(p.panels, threads, [&](int64_t begin, int64_t end, int) {
     const Products products(p.rows, p.steps);
     alignas(64) typename Products::Sum sums[kBlockRows][kPanel];
-#pragma omp for schedule(dynamic, share) nowait
-    for (int panel = 0; panel < p.panels; ++panel) {
-      const char* weight = static_cast<const char*>(p.weight) + int64_t(panel) * p.steps * kStepBytes;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const char* weight = static_cast<const char*>(p.weight) + panel * p.steps * kStepBytes;
       for (int first = 0; first < p.rows; first += kBlockRows) {
         const int rows = std::min(kBlockRows, p.rows - first);
         products(x + first * stride, stride, weight, rows, sums);
         for (int r = 0; r < rows; ++r)
-          write_row<T>(p, sums[r], row_scales == nullptr ? 1 : row_scales[first + r], int64_t(panel) * kPanel, first + r);
+          write_row<T>(p, sums[r], row_scales == nullptr ? 1 : row_scales[first + r], panel * kPanel, first + r);
       }
     }
-  }
+  });
 }
 
 #if defined(__AMX_BF16__)

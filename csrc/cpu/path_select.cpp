@@ -110,18 +110,19 @@ template <class T>
 void run(const PathSelectParams& p) {
   const int64_t items = int64_t(p.batch) * p.slots, blocks = num_blocks(p.vocab_size);
   const int64_t left_size = p.rank * padded(p.top_k, kRows), right_size = p.rank * padded(p.top_k, kColumns);
-  const bool parallel = items > 1 && items * p.vocab_size >= 1 << 16;
-  const Scratch scratch(4 * (blocks + left_size + right_size) + 192, parallel);
-#pragma omp parallel if (parallel)
-  {
-    char* part = scratch.mine();
+  const int threads = threads_for(items * p.vocab_size, 1 << 16);
+  const int64_t sides = left_size + right_size;
+  const Scratch scratch(4 * (blocks > sides ? blocks : sides) + 192, threads);
+  in_shares(items, threads, [&](int64_t begin, int64_t end, int thread) {
+    char* part = scratch.part(thread);
     float* maxima = carve<float>(part, blocks);
+    for (int64_t at = begin; at < end; ++at) choose_candidates<T>(p, at, maxima);
+  });
+  in_shares(items, threads, [&](int64_t begin, int64_t end, int thread) {
+    char* part = scratch.part(thread);
     float* left = carve<float>(part, left_size);
     float* right = carve<float>(part, right_size);
-#pragma omp for schedule(dynamic)
-    for (int64_t at = 0; at < items; ++at) choose_candidates<T>(p, at, maxima);
-#pragma omp for schedule(dynamic)
-    for (int64_t at = 0; at < items; ++at) {
+    for (int64_t at = begin; at < end; ++at) {
       if (p.rank == 0) {
         candidate_logits<T>(p, at, p.scores + at * p.top_k);
         continue;
@@ -130,9 +131,8 @@ void run(const PathSelectParams& p) {
       candidate_logits<T>(p, at, logits);
       by_dtype(p.selector_dtype, [&](auto type) { fill_lattice<decltype(type)>(p, at, logits, left, right); });
     }
-#pragma omp for
-    for (int64_t b = 0; b < p.batch; ++b) walk(p, b);
-  }
+  });
+  for (int b = 0; b < p.batch; ++b) walk(p, b);
 }
 
 }  // namespace

@@ -95,14 +95,14 @@ class Tree {
 void path_tree(const PathTreeParams& p, Stream) {
   const int64_t children = int64_t(p.num_nodes) * p.lattice.top_k;
   const int64_t known = int64_t(p.lattice.slots) * p.lattice.rows;
-  const bool parallel = p.lattice.batch > 1 && p.lattice.batch * children >= 1 << 13;
-  const Scratch scratch(4 * children + int64_t(sizeof(Normalizer)) * known + 128, parallel);
-#pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t b = 0; b < p.lattice.batch; ++b) {
-    char* part = scratch.mine();
+  const int threads = threads_for(p.lattice.batch * children, 1 << 13);
+  const Scratch scratch(4 * children + int64_t(sizeof(Normalizer)) * known + 128, threads);
+  in_shares(p.lattice.batch, threads, [&](int64_t begin, int64_t end, int thread) {
+    char* part = scratch.part(thread);
     float* values = carve<float>(part, children);
-    Tree(p, b, values, carve<Normalizer>(part, known)).grow();
-  }
+    Normalizer* normalizers = carve<Normalizer>(part, known);
+    for (int64_t b = begin; b < end; ++b) Tree(p, b, values, normalizers).grow();
+  });
 }
 
 }  // namespace pydflash::cpu::PYDFLASH_LEVEL

@@ -38,16 +38,16 @@ void best_path(const PathViterbiParams& p, int64_t b, float* tail, float* head, 
 
 void path_viterbi(const PathViterbiParams& p, Stream) {
   const int64_t rows = p.lattice.rows, choices = p.lattice.slots * rows;
-  const bool parallel = p.lattice.batch > 1 && p.lattice.batch * choices * p.lattice.top_k >= 1 << 14;
-  const Scratch scratch(4 * (2 * rows + p.lattice.top_k + choices) + 256, parallel);
-#pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t b = 0; b < p.lattice.batch; ++b) {
-    char* part = scratch.mine();
+  const int threads = threads_for(p.lattice.batch * choices * p.lattice.top_k, 1 << 14);
+  const Scratch scratch(4 * (2 * rows + p.lattice.top_k + choices) + 256, threads);
+  in_shares(p.lattice.batch, threads, [&](int64_t begin, int64_t end, int thread) {
+    char* part = scratch.part(thread);
     float* tail = carve<float>(part, rows);
     float* head = carve<float>(part, rows);
     float* values = carve<float>(part, p.lattice.top_k);
-    best_path(p, b, tail, head, values, carve<int32_t>(part, choices));
-  }
+    int32_t* next = carve<int32_t>(part, choices);
+    for (int64_t b = begin; b < end; ++b) best_path(p, b, tail, head, values, next);
+  });
 }
 
 }  // namespace pydflash::cpu::PYDFLASH_LEVEL

@@ -145,17 +145,17 @@ void run(const RejectSampleParams& p) {
   for (int b = 0; b < p.batch; ++b)
     bucket = bucket || (p.temperature[b] > 0 && Law<T>::needs_bucket(p.vocab_size, p.top_k[b], p.top_p[b]));
   const int64_t tokens = bucket ? p.vocab_size : 0, candidates = p.draft_ids != nullptr ? p.num_candidates : 0;
-  const bool parallel = p.batch > 1 && int64_t(p.batch) * p.vocab_size >= 1 << 16;
-  const Scratch scratch(8 * (blocks + tokens + candidates) + 256, parallel);
-  // One thread reads a row: that takes 40 us at 150k logits in float32, about what starting the others costs.
-#pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t b = 0; b < p.batch; ++b) {
-    char* part = scratch.mine();
+  const int threads = threads_for(int64_t(p.batch) * p.vocab_size, 1 << 16);
+  const Scratch scratch(8 * (blocks + tokens + candidates) + 256, threads);
+  // One thread reads a row, which takes 40 us at 150k logits in float32.
+  in_shares(p.batch, threads, [&](int64_t begin, int64_t end, int thread) {
+    char* part = scratch.part(thread);
     float* maxima = carve<float>(part, blocks);
     float* sums = carve<float>(part, blocks);
     Weighted* heavy = carve<Weighted>(part, tokens);
-    verify<T>(p, b, Law<T>(p.vocab_size, {maxima, sums, heavy}), carve<uint64_t>(part, candidates));
-  }
+    uint64_t* drafts = carve<uint64_t>(part, candidates);
+    for (int64_t b = begin; b < end; ++b) verify<T>(p, int(b), Law<T>(p.vocab_size, {maxima, sums, heavy}), drafts);
+  });
 }
 
 }  // namespace

@@ -1,29 +1,28 @@
 // Working memory of one call: one part per thread, taken before the threads start.
 #pragma once
 
-#include <omp.h>
-
 #include <cstddef>
 #include <new>
 
 #include "cpu/cpu.h"
+#include "cpu/crew.h"
 
 namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
 class Scratch {
  public:
-  Scratch(int64_t bytes_per_thread, bool parallel)
+  Scratch(int64_t bytes_per_thread, int threads)
       : part_(size_t(bytes_per_thread + 63) & ~size_t(63)),
-        memory_(static_cast<char*>(::operator new(part_ * size_t(parallel ? omp_get_max_threads() : 1) + 64))) {}
+        memory_(static_cast<char*>(::operator new(part_ * size_t(threads) + 64))) {}
   ~Scratch() { ::operator delete(memory_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // The calling thread's part, on a cache line.
-  char* mine() const {
+  // A thread's part, on a cache line.
+  char* part(int thread) const {
     char* aligned = memory_ + (-reinterpret_cast<uintptr_t>(memory_) & 63);
-    return aligned + part_ * size_t(omp_get_thread_num());
+    return aligned + part_ * size_t(thread);
   }
 
  private:

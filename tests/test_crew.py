@@ -1,0 +1,81 @@
+"""The threads of the CPU kernels: forks, several callers at once, and how they behave where cores are short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from fused_cases import normal
+
+from pydflash.packed import Packed
+
+SHARED = """
+import os, torch
+from pydflash.packed import Packed
+torch.set_num_threads(3)
+layer, x = Packed(torch.randn(2000, 500).bfloat16(), None), torch.randn(8, 500).bfloat16()
+"""
+
+
+@pytest.fixture
+def threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_callers_at_once_get_their_own_results(threads: object) -> None:
+    layers = [Packed(normal(1500, 400, seed=i).bfloat16(), None) for i in range(4)]
+    x = normal(5, 400, seed=9).bfloat16()
+    want = [layer(x) for layer in layers]
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        for _ in range(200):
+            if not torch.equal(layers[i](x), want[i]):
+                wrong.append(i)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+        assert not caller.is_alive()
+    assert not wrong
+
+
+def run(text: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED + text], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is of Unix")
+def test_a_child_of_fork_has_threads_of_its_own() -> None:
+    """Forked after the parent's threads began, while they wait or sleep; both go on."""
+    out = run(
+        "want = layer(x)\n"
+        "child = os.fork()\n"
+        "same = all(torch.equal(layer(x), want) for _ in range(50))\n"
+        "if child == 0: os._exit(0 if same else 1)\n"
+        "print(same, os.waitpid(child, 0)[1])\n"
+    )
+    assert out.split() == ["True", "0"]
+
+
+def test_threads_sleep_when_idle() -> None:
+    """After a call the process takes no time of a core: 0.3 s of waiting cost less than 0.1 s."""
+    out = run(
+        "import time\n"
+        "for _ in range(20): layer(x)\n"
+        "time.sleep(0.05)\n"
+        "begin = time.process_time(); time.sleep(0.3); print(time.process_time() - begin)\n"
+    )
+    assert float(out) < 0.1
