@@ -87,6 +87,13 @@ PYDFLASH_FN void mask_block(float* scores, int keys, int padded, const RowLimits
   }
 }
 
+// 2^x for x <= 0, and 0 below the normal range: what underflows takes the processor a hundred cycles, so that keys
+// which a row does not see would cost it most.
+PYDFLASH_FN Floats weight_of(Floats x) {
+  const Floats weight = exp2(x < -126.0f ? splat(-126.0f) : x);
+  return x < -126.0f ? splat(0) : weight;
+}
+
 // Turns scores times `factor` (> 0; units of log2) into weights relative to the running maximum. `decay` is what
 // the sums so far must be multiplied with.
 PYDFLASH_FN void softmax_tile(float* scores, int keys, int padded, float factor, const Partial& partial,
@@ -99,11 +106,11 @@ PYDFLASH_FN void softmax_tile(float* scores, int keys, int padded, float factor,
     const Floats from = top == splat(-INFINITY) ? splat(0) : top;
     Floats total = splat(0);
     for (int j = 0; j < keys; ++j) {
-      const Floats weight = exp2(load(scores + j * padded + r) * factor - from);
+      const Floats weight = weight_of(load(scores + j * padded + r) * factor - from);
       store(scores + j * padded + r, weight);
       total += weight;
     }
-    const Floats shrink = exp2(before - from);
+    const Floats shrink = weight_of(before - from);
     store(decay + r, shrink);
     store(partial.top + r, top);
     store(partial.total + r, load(partial.total + r) * shrink + total);

@@ -190,7 +190,7 @@ class Attention {
         for (int c = 0; c < chunks; ++c) top = max(load(all_.partial(item + c).top + r), top);
         const Floats from = top == splat(-INFINITY) ? splat(0) : top;
         for (int c = 0; c < chunks; ++c) {
-          const Floats weight = exp2(load(all_.partial(item + c).top + r) - from);
+          const Floats weight = weight_of(load(all_.partial(item + c).top + r) - from);
           store(chunk_weights_ + c * rows.padded + r, weight);
           total += weight * load(all_.partial(item + c).total + r);
         }
