@@ -239,35 +239,38 @@ class Attention {
       const int64_t origin = chunk_begin(chunk), next = chunk_begin(chunk + 1);
       const int64_t begin = origin > span.begin ? origin : span.begin, end = next < span.end ? next : span.end;
       for (int64_t tile = begin - (begin - origin) % size; tile < end; tile += size) {
-        int64_t s = tile > begin ? tile : begin;
-        const int64_t stop = tile + size < end ? tile + size : end;
-        const int64_t row = s % p_.capacity, missing = (s - tile) % Products::kGroup;
+        const int64_t s = tile > begin ? tile : begin, stop = tile + size < end ? tile + size : end;
+        const int64_t row = s % p_.capacity;
+        const int keys = int(stop - s), missing = int((s - tile) % Products::kGroup);
+        const bool wraps = keys > p_.capacity - row;
         const T* k = cached(rows, p_.k_cache, p_.k_cache_stride, row);
         const T* v = cached(rows, p_.v_cache, p_.v_cache_stride, row);
         int64_t k_stride = p_.k_cache_stride[2], v_stride = p_.v_cache_stride[2];
-        if (missing > 0 || stop - s > p_.capacity - row) {
-          k = stage(rows, p_.k_cache, p_.k_cache_stride, s, stop, missing, staged_);
-          v = stage(rows, p_.v_cache, p_.v_cache_stride, s, stop, missing, staged_ + size * p_.head_dim);
-          k_stride = v_stride = p_.head_dim, s -= missing;
+        if (wraps) k = stage(rows, p_.k_cache, p_.k_cache_stride, row, keys, 0, staged_), k_stride = p_.head_dim;
+        if (wraps || missing > 0) {
+          v = stage(rows, p_.v_cache, p_.v_cache_stride, row, keys, missing, staged_ + size * p_.head_dim);
+          v_stride = p_.head_dim;
         }
-        const int keys = int(stop - s);
-        products.scores(k, k_stride, keys, scores_, v);
-        if (s < limits.last_first) mask_before(scores_, keys, rows.padded, limits.first, int32_t(s));
+        float* scores = scores_ + int64_t(missing) * rows.padded;
+        for (float* at = scores_; at < scores; at += kLanes) store(at, splat(-INFINITY));
+        products.scores(k, k_stride, keys, scores, v);
+        if (s < limits.last_first) mask_before(scores, keys, rows.padded, limits.first, int32_t(s));
         if (stop > limits.least_settled) {
-          const int64_t whole = limits.least_settled > s ? limits.least_settled - s : 0;
-          mask_from(scores_ + whole * rows.padded, keys - int(whole), rows.padded, limits.settled, int32_t(s + whole));
+          const int whole = limits.least_settled > s ? int(limits.least_settled - s) : 0;
+          mask_from(scores + int64_t(whole) * rows.padded, keys - whole, rows.padded, limits.settled,
+                    int32_t(s + whole));
         }
-        softmax_tile(scores_, keys, rows.padded, factor(), partial, decay_);
-        products.values(scores_, v, v_stride, keys, rows.rows, decay_, partial.sums, k + keys * k_stride);
+        softmax_tile(scores_, missing + keys, rows.padded, factor(), partial, decay_);
+        products.values(scores_, v, v_stride, missing + keys, rows.rows, decay_, partial.sums, k + keys * k_stride);
       }
     }
 
-    // Positions s to stop of a cache one after the other, behind `missing` rows of zeros.
-    const T* stage(const RowBlock& rows, const void* data, const int64_t* stride, int64_t s, int64_t stop,
-                   int64_t missing, T* to) const {
+    // `count` rows of a cache from `row` on, around its end, behind `missing` rows of zeros.
+    const T* stage(const RowBlock& rows, const void* data, const int64_t* stride, int64_t row, int count, int missing,
+                   T* to) const {
       memset(to, 0, sizeof(T) * missing * p_.head_dim);
-      for (T* at = to + missing * p_.head_dim; s < stop; ++s, at += p_.head_dim)
-        memcpy(at, cached(rows, data, stride, s % p_.capacity), sizeof(T) * p_.head_dim);
+      for (int j = 0; j < count; ++j, row = row + 1 == p_.capacity ? 0 : row + 1)
+        memcpy(to + int64_t(missing + j) * p_.head_dim, cached(rows, data, stride, row), sizeof(T) * p_.head_dim);
       return to;
     }
 
