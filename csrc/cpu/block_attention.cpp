@@ -1,10 +1,7 @@
-// Work items are (sequence, KV head, block of folded query rows, chunk of context). A row's result depends, to the last
-// bit, on its query and the keys it sees in order of position: not on how many of the last 64 lie in the cache and how
-// many in the block, between whose other keys, nor on the other rows, the batch or the threads. So a draft verified in
-// a tree gets the bits it would get on its own.
-//
-// For that, chunks and tiles begin at fixed positions and are merged in order, and keys that may be in the block are a
-// tail of their own: at most 64 per row, merged last, weights and sums in float and one key at a time.
+// Work items are (sequence, KV head, block of folded query rows, chunk of context). A row's bits depend on its query and
+// the keys it sees alone: not on which of the last 64 lie in the cache and which in the block, on what lies between
+// them, on other rows, the batch or threads. So chunks and tiles begin at fixed positions, and keys that may be in the
+// block are a tail merged last: weights and sums in float, key after key, where one not seen adds nothing.
 #include <omp.h>
 
 #include "cpu/kept.h"
@@ -220,7 +217,7 @@ class Attention {
     }
 
    private:
-    const T* cached(const RowBlock& rows, const void* data, const int64_t* stride, int64_t row) const {
+    const T* row_of(const RowBlock& rows, const void* data, const int64_t* stride, int64_t row) const {
       return static_cast<const T*>(data) + rows.batch * stride[0] + rows.kv_head * stride[1] + row * stride[2];
     }
 
@@ -231,7 +228,8 @@ class Attention {
 
     float factor() const { return Products::factor_of(p_.scale * kLog2e); }
 
-    // Settled context of one chunk, in tiles that lie at the same positions whoever asks.
+    // Settled context of one chunk, in tiles that lie at the same positions whoever asks. Where the context begins
+    // inside a group of keys that are summed together, those missing have weights of zero.
     void settled(const RowBlock& rows, const Span& span, int chunk, Products& products, const RowLimits& limits,
                  const Partial& partial) {
       constexpr int64_t size = Products::kKeys;
@@ -243,8 +241,8 @@ class Attention {
         const int64_t row = s % p_.capacity;
         const int keys = int(stop - s), missing = int((s - tile) % Products::kGroup);
         const bool wraps = keys > p_.capacity - row;
-        const T* k = cached(rows, p_.k_cache, p_.k_cache_stride, row);
-        const T* v = cached(rows, p_.v_cache, p_.v_cache_stride, row);
+        const T* k = row_of(rows, p_.k_cache, p_.k_cache_stride, row);
+        const T* v = row_of(rows, p_.v_cache, p_.v_cache_stride, row);
         int64_t k_stride = p_.k_cache_stride[2], v_stride = p_.v_cache_stride[2];
         if (wraps) k = stage(rows, p_.k_cache, p_.k_cache_stride, row, keys, 0, staged_), k_stride = p_.head_dim;
         if (wraps || missing > 0) {
@@ -270,7 +268,7 @@ class Attention {
                    T* to) const {
       memset(to, 0, sizeof(T) * missing * p_.head_dim);
       for (int j = 0; j < count; ++j, row = row + 1 == p_.capacity ? 0 : row + 1)
-        memcpy(to + int64_t(missing + j) * p_.head_dim, cached(rows, data, stride, row), sizeof(T) * p_.head_dim);
+        memcpy(to + int64_t(missing + j) * p_.head_dim, row_of(rows, data, stride, row), sizeof(T) * p_.head_dim);
       return to;
     }
 
@@ -291,8 +289,8 @@ class Attention {
       for (int64_t s = span.tail; s < span.length;) {
         const int64_t row = s % p_.capacity;
         const int count = int(span.length - s < p_.capacity - row ? span.length - s : p_.capacity - row);
-        float* scores = append(cached(rows, p_.k_cache, p_.k_cache_stride, row), p_.k_cache_stride[2],
-                               cached(rows, p_.v_cache, p_.v_cache_stride, row), p_.v_cache_stride[2], count);
+        float* scores = append(row_of(rows, p_.k_cache, p_.k_cache_stride, row), p_.k_cache_stride[2],
+                               row_of(rows, p_.v_cache, p_.v_cache_stride, row), p_.v_cache_stride[2], count);
         mask_before(scores, count, rows.padded, limits.tail, int32_t(s));
         s += count;
       }
@@ -301,8 +299,8 @@ class Attention {
         int count = 0;
         while (j + count < p_.slots && (span.seen >> (j + count) & 1)) ++count;
         if (count > 0) {
-          float* scores = append(cached(rows, p_.k_block, p_.k_block_stride, j), p_.k_block_stride[2],
-                                 cached(rows, p_.v_block, p_.v_block_stride, j), p_.v_block_stride[2], count);
+          float* scores = append(row_of(rows, p_.k_block, p_.k_block_stride, j), p_.k_block_stride[2],
+                                 row_of(rows, p_.v_block, p_.v_block_stride, j), p_.v_block_stride[2], count);
           mask_block(scores, count, rows.padded, limits, j);
         }
         j += count;
