@@ -67,6 +67,11 @@ def test_long_context_is_split_and_merged(dtype: torch.dtype, device: torch.devi
     check(case, dtype, device)
 
 
+def test_chunks_of_a_very_long_context(device: torch.device) -> None:
+    """A CPU's chunks grow with the position: at 16384, 32768, 65536."""
+    check(make_case(2, 16, 1, [70000, 16385, 32700], causal(2), kv_heads=1), torch.float32, device)
+
+
 @pytest.mark.parametrize(
     ("visibility", "depths", "window"),
     [

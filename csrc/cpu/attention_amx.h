@@ -64,6 +64,7 @@ class TileProducts {
  public:
   using Type = bf16;
   static constexpr int kKeys = 256;  // per tile: sums are loaded and stored once for so many keys
+  static constexpr int kGroup = 32;
 
   static int64_t scratch_floats(int padded, int dim) {
     const int64_t words = round_up(dim, 32) / 2;

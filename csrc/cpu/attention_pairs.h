@@ -71,7 +71,7 @@ struct PairWords {
 class PairProducts {
  public:
   using Type = bf16;
-  static constexpr int kKeys = 96;
+  static constexpr int kKeys = 96, kGroup = 2;
 
   static int64_t scratch_floats(int padded, int dim) {
     return int64_t(dim) / 2 * padded + kKeys / 2 * round_up(dim, kRowAlign);

@@ -28,7 +28,7 @@ struct Product {
 
 struct FloatWords {
   static PYDFLASH_FN Floats dot(Floats sum, const int32_t* single, const int32_t* lanes) {
-    return splat(load_raw<float>(single)) * load_raw<Floats>(lanes) + sum;
+    return multiply_add(splat(load_raw<float>(single)), load_raw<Floats>(lanes), sum);
   }
 };
 
@@ -103,6 +103,7 @@ class FloatProducts {
  public:
   using Type = T;
   static constexpr int kKeys = 96;  // per tile: with 64 rows, weights and 64 value columns fit the L1 cache
+  static constexpr int kGroup = 1;  // keys whose products are summed together: a key's place in them counts
 
   static int64_t scratch_floats(int padded, int dim) {
     return int64_t(dim) * padded + 2 * kKeys * round_up(dim, kRowAlign);
@@ -143,12 +144,6 @@ class FloatProducts {
   }
 
  private:
-  static PYDFLASH_FN Floats load_row(const T* from, int left) {
-    if constexpr (kLanes > 8)
-      if (left == 8) return widen_half(load<8>(from));
-    return load(from);
-  }
-
   // The rows as floats, at least `width` wide: where they lie if they are that already, else copied to `to`.
   const float* floats(const T* from, int64_t& stride, int rows, float* to, int width) const {
     if constexpr (sizeof(T) == sizeof(float))
