@@ -2,8 +2,7 @@
 // the keys it sees alone: not on which of the last 64 lie in the cache and which in the block, on what lies between
 // them, on other rows, the batch or threads. So chunks and tiles begin at fixed positions, and keys that may be in the
 // block are a tail merged last: weights and sums in float, key after key, where one not seen adds nothing.
-#include <omp.h>
-
+#include "cpu/crew.h"
 #include "cpu/kept.h"
 
 #if defined(__AMX_BF16__)
@@ -113,7 +112,7 @@ class Attention {
     const int64_t thread_floats = int64_t(block_rows_) * (kScoreRows + 6 + partials_of_unit_) + kMaxTail * width_ +
                                   round_up(kStagedFloats * p_.head_dim, 16) +
                                   round_up(Products::scratch_floats(block_rows_, p_.head_dim), 16);
-    const int threads = work > kParallelWork ? omp_get_max_threads() : 1;
+    const int threads = threads_for(work, kParallelWork);
     // As many units at a time as keep their partial results near the caches.
     const int64_t unit_floats = partial_floats_ * partials_of_unit_;
     int64_t wave = threads * kWaveFloats / unit_floats;
@@ -124,22 +123,22 @@ class Attention {
     for (int b = 0; b < p_.batch; ++b) spans_[b] = span_of(p_, b);
     partials_ = reinterpret_cast<float*>(memory + span_bytes);
     float* thread_memory = partials_ + wave * unit_floats;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      Worker worker(*this, thread_memory + omp_get_thread_num() * thread_floats);
-      for (int64_t start = 0; start < units_; start += wave) {
-        const int64_t count = units_ - start < wave ? units_ - start : wave;
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < count * max_chunks_; ++item)
+    for (int64_t start = 0; start < units_; start += wave) {
+      const int64_t count = units_ - start < wave ? units_ - start : wave;
+      in_shares(count * max_chunks_, threads, [&](int64_t begin, int64_t end, int thread) {
+        Worker worker(*this, thread_memory + thread * thread_floats);
+        for (int64_t item = begin; item < end; ++item)
           worker.attend(start + item / max_chunks_, int(item % max_chunks_), item / max_chunks_ * partials_of_unit_);
-#pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < count; ++unit) worker.merge(start + unit, unit * partials_of_unit_);
-      }
+      });
+      in_shares(count, threads, [&](int64_t begin, int64_t end, int thread) {
+        Worker worker(*this, thread_memory + thread * thread_floats);
+        for (int64_t unit = begin; unit < end; ++unit) worker.merge(start + unit, unit * partials_of_unit_);
+      });
     }
   }
 
  private:
-  static constexpr int64_t kParallelWork = 1 << 21;  // multiply-adds per product: 50 us in float on one core
+  static constexpr int64_t kParallelWork = 1 << 19;  // multiply-adds per product: 12 us in float on one core
   static constexpr int64_t kWaveFloats = 1 << 18;
   // Of a tile or the tail; products write whole groups.
   static constexpr int64_t kScoreRows = (Products::kKeys > kMaxTail ? Products::kKeys : kMaxTail + 1) + 32;
