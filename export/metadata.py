@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +65,8 @@ def to_properties(metadata: Mapping[str, Any]) -> dict[str, str]:
 def write_description(folder: Path, kind: Kind, metadata: Mapping[str, Any]) -> dict[str, int]:
     """Write the JSON file of a model that lies in the folder; the sizes of the files."""
     sizes = {name: (folder / name).stat().st_size for name in (kind.model, kind.data)}
-    content = {"model": kind.model, "files": sizes, "metadata": dict(metadata)}
+    sums = {name: _sha256(folder / name) for name in sizes}
+    content = {"model": kind.model, "files": sizes, "sha256": sums, "metadata": dict(metadata)}
     (folder / kind.description).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return sizes | {kind.description: (folder / kind.description).stat().st_size}
 
@@ -86,17 +89,40 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
         raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
-    files = content.get("files") or {}
-    if not isinstance(files, dict):
-        raise ValueError(f"{who}: {path}: files must be names and sizes, got {files!r}")
-    for file, size in files.items():
-        if Path(file).name != file:
-            raise ValueError(f"{who}: {path}: files must be names in this folder, got {file!r}")
+    files, sums = content.get("files") or {}, content.get("sha256") or {}  # the first exports had no sums
+    for key, value in (("files", files), ("sha256", sums)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{who}: {path}: {key} must be an object with the names of files, got {value!r}")
+        if outside := [file for file in value if Path(file).name != file]:
+            raise ValueError(f"{who}: {path}: {key} must be of names in this folder, got {outside[0]!r}")
+    for file in {**files, **sums}:
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{who}: {folder / file} is missing")
-        if (got := (folder / file).stat().st_size) != size:
-            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {got}")
+    for file, size in files.items():
+        if (found := (folder / file).stat().st_size) != size:
+            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {found}")
+    for file, wanted in sums.items():
+        if (got := _sha256(folder / file)) != wanted:
+            raise ValueError(
+                f"{who}: {folder / file}: must have the sha256 that {path.name} says, {str(wanted)[:12]}..., got "
+                f"{got[:12]}...; the file is damaged or of another export"
+            )
     return folder / name, metadata
+
+
+def _sha256(path: Path) -> str:
+    """Of a file's content; read once in a process, as long as the file stays as it is."""
+    found = path.stat()
+    return _sha256_of(str(path), (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+
+
+@functools.lru_cache(64)
+def _sha256_of(path: str, identity: tuple[int, ...]) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            total.update(part)
+    return total.hexdigest()
 
 
 def open_model(
