@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,11 @@ class DraftCache:
         self.held += rows
         self._waiting = [part[:, rows:] for part in self._waiting if rows < part.shape[1]]
         return [value.numpy() for value in found[: len(names)]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DraftCache:
+        made = copy.copy(self)  # its session stays the same; features that wait are never written to
+        made._values = [self._value(np.array(value.numpy())) for value in self._values]
+        return made
 
     def _reserve(self, positions: int) -> None:
         """Buffers for that many positions."""

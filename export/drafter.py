@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydflash.config import DrafterConfig, check_target
 
 from .draft_cache import DraftCache
-from .metadata import DRAFT, dtype_of, open_model
+from .metadata import DRAFT, SharesSession, dtype_of, open_model
 from .walk import walk
 
 Array = NDArray[Any]
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
     log_normalizers: Any = None
 
 
-class OnnxDrafter:
+class OnnxDrafter(SharesSession):
     """A drafter that `pydflash export` wrote, with the methods of `pydflash.Drafter`.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -123,6 +124,18 @@ def _sha256_of(path: str, identity: tuple[int, ...]) -> str:
         while part := file.read(1 << 20):
             total.update(part)
     return total.hexdigest()
+
+
+class SharesSession:
+    """A deep copy has the session, which nothing changes once it is loaded; all else is its own."""
+
+    session: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.session)] = self.session
+        memo[id(self)] = made = object.__new__(type(self))
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
 
 
 def open_model(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .metadata import POSITIONS, TARGET, open_model
+from .metadata import POSITIONS, TARGET, SharesSession, open_model
 from .target_cache import BufferCache
 
 Array = NDArray[Any]
@@ -39,7 +39,7 @@ class GenerationConfig:
         return dict(self._content)
 
 
-class OnnxTarget:
+class OnnxTarget(SharesSession):
     """A target that `pydflash export --with-target` wrote: attention in place, no torch in its forwards.
 
     `run` takes and gives numpy arrays, for hosts without torch; `Speculator` calls the methods below it.
