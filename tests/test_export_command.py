@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +191,13 @@ def test_a_target_is_not_written_over_a_drafters_checkpoint(work: Path, capsys: 
     assert {p.name: p.read_bytes() for p in (work / "drafter").iterdir()} == before
 
 
+def test_bits_of_a_target_that_is_not_written_are_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(work, "--target-quantize", "8bit")) == 2
+    assert "--with-target must be given with --target-quantize" in capsys.readouterr().err
+    assert not (work / "out").exists()
+
+
 def test_a_target_in_onnx_has_no_table_to_give(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(work, "--with-target", "--no-embed")) == 2
     assert "--no-embed must not be given with --with-target" in capsys.readouterr().err
     assert not (work / "out").exists()
-
-
-def test_what_a_killed_export_left_is_not_in_the_way(work: Path) -> None:
-    (work / "out" / f".export.{os.getpid()}.part").mkdir(parents=True)
-    export_drafter(work / "drafter", work / "target", work / "out")
-    assert (work / "out" / "draft.json").is_file()
