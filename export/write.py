@@ -53,6 +53,8 @@ class Report:
         found = [f"{self.folder}: profile {self.metadata['profile']}, {kind}, {self.nodes} nodes, {self.seconds:.1f} s"]
         found += [f"  {name:16} {size / 1e6:10.3f} MB" for name, size in self.sizes.items()]
         found.append(f"  beside torch:    {self.unchecked or self.parity}")
+        if self.parity is not None:
+            found.append(f"                   {self.parity.verdict(kind)}")
         if self.cross_check is not None:
             found.append(f"  beside torch.onnx: hidden states within {self.cross_check:.1e}")
         return found

@@ -115,7 +115,11 @@ def plan_target(
                 raise RuntimeError(
                     f"export: the graph must compute what the model does, it differs by {difference:.1e}"
                 )
-            told = f"logits and features within {difference:.1e}, {same:.0%} of the best tokens the same"
+            verdict = "good: the same model, up to rounding"
+            if quantize is not None:
+                verdict = "another model, on purpose: its text is its own"
+            told = f"logits and features within {difference:.1e}, {same:.0%} of the best tokens the same, over "
+            told += f"{_TRIAL + _BLOCK} random tokens\n                    {verdict}"
         _copy_beside(folder, Path(directory), part)
         seconds = planning + time.perf_counter() - begin
         lines = [f"{directory}: target, {quantize or 'float32'}, {len(model.graph)} nodes, {seconds:.1f} s"]

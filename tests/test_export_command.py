@@ -64,8 +64,12 @@ def test_with_target_makes_a_folder_that_generates(tmp_path: Path, capsys: pytes
     model.save_pretrained(tmp_path / "target")
     build_drafter(1, num_target_layers=4).save_pretrained(tmp_path / "drafter")
     assert main(command(tmp_path, "--with-target", "--target-quantize", "8bit")) == 0
-    assert "beside the model: logits and features within" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "beside the model: logits and features within" in printed
+    assert "of the best tokens the same, over 48 random tokens" in printed
+    assert "another model, on purpose" in printed
     assert main(command(tmp_path, "--with-target")) == 0
+    assert "good: the same model, up to rounding" in capsys.readouterr().out
     from pydflash.export import OnnxTarget
 
     spec = Speculator(OnnxTarget(tmp_path / "out"), OnnxDrafter(tmp_path / "out"))
@@ -87,6 +91,33 @@ def test_types_that_do_not_serve_are_refused(
     assert main(command(work, *more)) == 2
     assert message in capsys.readouterr().err
     assert not (work / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "candidates", "verdict"),
+    [
+        (None, 1.0, "good: the same drafter, up to the rounding of float32"),
+        ("int8", 0.86, "good for int8: random features are mostly near ties"),
+        ("4bit", 0.28, "good for 4bit: random features are mostly near ties"),
+        ("int8", 0.28, "low for int8, 60% of candidates is usual: measure the acceptance length before use"),
+    ],
+)
+def test_the_report_says_what_was_compared_and_whether_that_is_good(
+    work: Path,
+    kind: str | None,
+    candidates: float,
+    verdict: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Parity(1e-6 if kind is None else None, 0.75, candidates)
+    monkeypatch.setattr("pydflash.export.write.compare", lambda *_: found)
+    assert main(command(work, *(["--quantize", kind] if kind else []))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    within = ", scores within 1.0e-06" if kind is None else ""
+    compared = f"75.0% of drafts and {candidates:.1%} of candidates the same{within}, over 12 rounds of random features"
+    assert lines[-2] == f"  beside torch:    {compared}"
+    assert lines[-1].strip().startswith(verdict)
 
 
 def test_float16_stays_close(work: Path) -> None:
