@@ -152,6 +152,8 @@ def open_model(
     path, metadata = read_description(folder, kind)
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     if threads is not None:
+        if type(threads) is not int or threads < 0:
+            raise ValueError(f"{kind.loader}: threads must be an integer >= 0 or None, got {threads!r}")
         options.intra_op_num_threads = threads
     chosen = ["CPUExecutionProvider"] if providers is None else providers
     _check_providers(kind, chosen)

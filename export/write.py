@@ -206,6 +206,7 @@ def _metadata(
         quantize=options.quantize,
         embed=options.embed,
         embedding_initializer=embedding.name if options.embed else None,
+        embedding_rows=embedding.rows if options.embed else None,
         head_initializer=head.name,
         source_sha256=source,
     )

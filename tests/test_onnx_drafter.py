@@ -300,29 +300,6 @@ def test_a_host_can_share_its_own_tables(tmp_path: Path) -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_rows_that_do_not_fit_are_refused(v2: Exported) -> None:
-    onnx = OnnxDrafter(v2.folder)
-    cache = onnx.new_cache(1, 10)
-    width = v2.drafter.fc.in_features
-    with pytest.raises(ValueError, match=rf"features must be \[B, C, {width}\].*got \[1, 2, {width - 1}\]"):
-        onnx.append_context(np.zeros((1, 2, width - 1), np.float32), cache)
-    onnx.append_context(np.zeros((1, 9, width), np.float32), cache)
-    with pytest.raises(ValueError, match="capacity must be at least 11 positions, got 10"):
-        onnx.append_context(np.zeros((1, 2, width), np.float32), cache)
-    with pytest.raises(ValueError, match=r"block_size must be 1 to 4 .*got 5"):
-        onnx.propose(np.array([1]), cache, block_size=5)
-    with pytest.raises(ValueError, match=r"anchors must be \[1\], got \[2\]"):
-        onnx.propose(np.array([1, 2]), cache)
-    for anchors in (np.array([-1]), np.array([3.7])):
-        with pytest.raises(ValueError, match="anchors must be token ids"):
-            onnx.propose(anchors, cache)
-    with pytest.raises(ValueError, match=r"counts must be one number .*got \[1, 2\]"):
-        onnx.append_context(np.zeros((2, 2, width), np.float32), onnx.new_cache(2, 8), np.array([1, 2]))
-    for batch, capacity in ((0, 5), (1, 0), (1, 1 << 20)):
-        with pytest.raises(ValueError, match="new_cache: batch must be >= 1 and capacity"):
-            onnx.new_cache(batch, capacity)
-
-
 @pytest.mark.parametrize(
     "providers", ["CPUExecutionProvider", [], ["Nope"], ["Nope", "CPUExecutionProvider"], ["RknpuExecutionProvider"]]
 )
