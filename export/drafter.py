@@ -153,10 +153,10 @@ class OnnxDrafter(SharesSession):
         if not whole(size) or not 1 <= size <= config.block_size:
             raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r}")
         ids = self._ids(anchors, cache.batch, embed)
-        heat = seed = warmth = None
+        drawn = warmth = None
         if temperature is not None:
             heat = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
-            seed = per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
+            drawn = heat, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
         if normalizers is not None and config.version == 1:
             warmth = per_row("propose", "normalizers", normalizers, cache.batch, "fiu").astype(np.float32)
             if not (warmth > 0).all():
@@ -172,8 +172,8 @@ class OnnxDrafter(SharesSession):
         found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, warmth)
         tokens, candidates, scores, *rest = [x[:, : size - 1] for x in found]
         probs = None
-        if heat is not None:
-            tokens, probs = walk(candidates, scores, heat, seed, starts)
+        if drawn is not None:
+            tokens, probs = walk(candidates, scores, *drawn, starts)
         proposal = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
         return as_torch(proposal, anchors.device) if hasattr(anchors, "detach") else proposal
 

@@ -79,7 +79,7 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
         raise FileNotFoundError(f"{who}: folder must hold {path.name}, got {folder}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or (missing := [name for name in kind.required if name not in metadata]):
@@ -90,7 +90,7 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
         raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
-    files, sums = content.get("files") or {}, content.get("sha256") or {}  # the first exports had no sums
+    files, sums = content.get("files", {}), content.get("sha256", {})  # the first exports had no sums
     for key, value in (("files", files), ("sha256", sums)):
         if not isinstance(value, dict):
             raise ValueError(f"{who}: {path}: {key} must be an object with the names of files, got {value!r}")

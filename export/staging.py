@@ -19,8 +19,8 @@ Progress = Callable[[str, int, int], None]
 def staged(directory: str | Path, *kinds: Kind, say: Progress) -> Iterator[Path]:
     """A folder to write models into, whose files go to their place together at the end if nothing was raised."""
     folder = Path(directory)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: directory must be a folder, got the file {folder}")
+    if not str(directory) or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"export: directory must be a folder, got {str(directory)!r}")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, say) as alone:
         if alone:  # so these are of exports that were killed
@@ -29,11 +29,13 @@ def staged(directory: str | Path, *kinds: Kind, say: Progress) -> Iterator[Path]
         part = Path(tempfile.mkdtemp(".part", ".export.", folder))
         try:
             yield part
+            files = sorted(path.name for path in part.iterdir() if path.is_file())
+            if taken := [name for name in files if (folder / name).is_dir()]:
+                raise ValueError(f"export: directory must not hold a folder {taken[0]}, {folder} does")
             # Without its description a model does not load, so no mixture of two exports ever does.
             last = [kind.description for kind in kinds]
             for name in last:
                 (folder / name).unlink(missing_ok=True)
-            files = sorted(path.name for path in part.iterdir() if path.is_file())
             for name in sorted(files, key=last.__contains__):
                 os.replace(part / name, folder / name)
         finally:
@@ -70,4 +72,9 @@ def save_model(model: Any, part: Path, kind: Kind, say: Progress) -> None:
     def told(tensor: Any, info: Any) -> None:
         say("writing weights", info.index + 1, info.total)
 
-    save(model, part / kind.model, external_data=kind.data, callback=told)
+    try:
+        save(model, part / kind.model, external_data=kind.data, callback=told)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(f"export: {part.parent}: {kind.data} cannot be written, is the disk full? ({error})") from error

@@ -190,12 +190,6 @@ def test_a_graph_that_differs_is_not_put_in_place(
     assert {p.name: p.read_bytes() for p in found.folder.iterdir()} == before
 
 
-def test_a_file_in_the_way_is_refused(work: Path) -> None:
-    (work / "out").write_text("")
-    with pytest.raises(ValueError, match="directory must be a folder, got the file"):
-        export_drafter(work / "drafter", work / "target", work / "out")
-
-
 def test_vocabulary_of_the_tables_is_the_targets(work: Path) -> None:
     """Padded rows are no candidates."""
     write_target(work / "target", rows=VOCAB + 30)

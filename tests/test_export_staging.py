@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -79,17 +80,33 @@ def test_a_target_that_differs_leaves_the_earlier_pair(
     OnnxDrafter(pair / "out"), OnnxTarget(pair / "out")
 
 
-def test_a_full_disk_leaves_the_earlier_export(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_and_leaves_the_earlier_export(work: Path) -> None:
     export_drafter(work / "drafter", work / "target", work / "out")
     before = contents(work / "out")
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("onnx_ir.save", full)
-    with pytest.raises(OSError, match="No space left"):
-        export_drafter(work / "drafter", work / "target", work / "out")
+    half = len(before["draft.onnx.data"]) // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (half, resource.RLIM_INFINITY))
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(OSError, match=r"out: draft\.onnx\.data cannot be written, is the disk full\?"):
+            export_drafter(work / "drafter", work / "target", work / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, ignored)
     assert contents(work / "out") == before
+
+
+def test_what_is_in_the_way_is_refused(work: Path) -> None:
+    (work / "file").write_text("")
+    for place in (work / "file", ""):
+        with pytest.raises(ValueError, match="directory must be a folder, got"):
+            export_drafter(work / "drafter", work / "target", place)
+    export_drafter(work / "drafter", work / "target", work / "out")
+    (work / "out" / "draft.onnx").unlink()
+    (work / "out" / "draft.onnx").mkdir()
+    with pytest.raises(ValueError, match=r"directory must not hold a folder draft\.onnx"):
+        export_drafter(work / "drafter", work / "target", work / "out")
+    names = sorted(path.name for path in (work / "out").iterdir())
+    assert names == FILES
 
 
 # --- exports that are ended --------------------------------------------------------------------------------------

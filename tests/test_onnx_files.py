@@ -46,6 +46,8 @@ def broken(folder: Path, copy: Path, change: Any) -> Path:
         (lambda c: c.update(model="../draft.onnx"), "model must be the name of an .onnx file of this folder"),
         (lambda c: c.update(model="/etc/passwd"), "model must be the name of an .onnx file of this folder"),
         (lambda c: c.update(files=[1]), "files must be an object with the names of files"),
+        (lambda c: c.update(files=[]), "files must be an object with the names of files"),
+        (lambda c: c.update(sha256=None), "sha256 must be an object with the names of files"),
         (lambda c: c["files"].update({"../x": 1}), "files must be of names in this folder"),
         (lambda c: c["files"].update({"draft.onnx.data": 5}), "must have 5 bytes as draft.json says"),
         (lambda c: c["sha256"].update({"draft.onnx": "0" * 64}), r"draft\.onnx: must have the sha256 .* 000000000000"),
@@ -66,9 +68,10 @@ def test_missing_and_unreadable_files_are_named(v2: Exported, tmp_path: Path) ->
     (copy / "draft.onnx.data").unlink()
     with pytest.raises(FileNotFoundError, match=r"draft\.onnx\.data is missing"):
         OnnxDrafter(copy)
-    (copy / "draft.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        OnnxDrafter(copy)
+    for content in ("{", "[" * 100_000):
+        (copy / "draft.json").write_text(content)
+        with pytest.raises(ValueError, match="not valid JSON"):
+            OnnxDrafter(copy)
 
 
 @pytest.mark.parametrize("place", ["../secret.data", "/etc/passwd"])
