@@ -128,6 +128,8 @@ def plan_drafter(
     begin = time.perf_counter()
     _check_options(PROFILES, profile, dtype, quantize)
     say("reading the checkpoint", 0, 1)
+    if (Path(drafter) / DRAFT.description).is_file() and not list(Path(drafter).glob("*.safetensors")):
+        raise ValueError(f"export: drafter must be a checkpoint, got {drafter}, which is an export")
     config, tensors = load_checkpoint(drafter)
     if not embed and (own := sorted(tensors.keys() & {"embed_tokens.weight", "mask_embedding"})):
         raise ValueError(f"export: embed must be True for a drafter with its own {', '.join(own)}, got False")

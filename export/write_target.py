@@ -130,13 +130,16 @@ def plan_target(
 
 
 def check_place(target: str | Path, directory: str | Path) -> None:
-    """ValueError where the target's config.json would replace that of another checkpoint."""
-    folder = Path(directory)
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin"))
-    if found and folder.resolve() != local_folder(target, None).resolve():
+    """ValueError where the target's files would replace, or be mixed with, those of another checkpoint."""
+    folder, source = Path(directory), local_folder(target, None)
+    if folder.resolve() == source.resolve():
+        return
+    if found := sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin")):
         raise ValueError(
             f"export: directory must hold no other checkpoint beside a target, {folder} holds {few(found)}"
         )
+    if left := [name for name in _BESIDE if (folder / name).is_file() and not (source / name).is_file()]:
+        raise ValueError(f"export: directory must not hold {few(left)}, which {source} has not, {folder} does")
 
 
 def _compare(part: Path, reference: Reference, vocab_size: int) -> tuple[float, float]:

@@ -165,6 +165,14 @@ def test_targets_that_do_not_serve_are_refused(work: Path, change: Any, message:
         export_drafter(work / "drafter", work / "target", work / "out")
 
 
+def test_an_export_is_no_checkpoint(work: Path) -> None:
+    export_drafter(work / "drafter", work / "target", work / "out")
+    with pytest.raises(ValueError, match=r"drafter must be a checkpoint, got .*out, which is an export"):
+        export_drafter(work / "out", work / "target", work / "again")
+    export_drafter(work / "drafter", work / "target", work / "drafter")  # beside its checkpoint, and over itself
+    export_drafter(work / "drafter", work / "target", work / "drafter")
+
+
 def test_no_target_is_an_error_where_tables_are_needed(work: Path) -> None:
     with pytest.raises(ValueError, match="the target must be given: this drafter has no embedding table and head"):
         export_drafter(work / "drafter", None, work / "out")
@@ -214,6 +222,20 @@ def test_a_target_is_not_written_over_a_drafters_checkpoint(work: Path, capsys: 
     assert main([*command(work, "--with-target")[:-2], str(work / "drafter"), "--with-target"]) == 2
     assert "must hold no other checkpoint" in capsys.readouterr().err
     assert {p.name: p.read_bytes() for p in (work / "drafter").iterdir()} == before
+
+
+def test_a_target_is_not_mixed_with_files_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The template of an earlier target would go on being used."""
+    TINY["llama"]().save_pretrained(tmp_path / "target")
+    build_drafter(1, num_target_layers=4).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("{{ other }}")
+    assert main(command(tmp_path, "--with-target")) == 2
+    assert "directory must not hold chat_template.jinja, which" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["chat_template.jinja"]
+    (tmp_path / "target" / "chat_template.jinja").write_text("{{ own }}")
+    assert main(command(tmp_path, "--with-target")) == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ own }}"
 
 
 def test_bits_of_a_target_that_is_not_written_are_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
