@@ -97,8 +97,8 @@ def test_types_that_do_not_serve_are_refused(
     ("kind", "candidates", "verdict"),
     [
         (None, 1.0, "good: the same drafter, up to the rounding of float32"),
-        ("int8", 0.86, "good for int8: random features are mostly near ties"),
-        ("4bit", 0.28, "good for 4bit: random features are mostly near ties"),
+        ("int8", 0.86, "good for int8: random features are unlike a target's"),
+        ("4bit", 0.28, "good for 4bit: random features are unlike a target's"),
         ("int8", 0.28, "low for int8, 60% of candidates is usual: measure the acceptance length before use"),
     ],
 )
