@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _NEEDED = ("onnx_ir", "onnxruntime")
@@ -48,8 +51,10 @@ def run(arguments: argparse.Namespace, encode: Callable[[str, Sequence[int]], An
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from .write import export_drafter
-    from .write_target import check_place, export_target
+    from .metadata import DRAFT, TARGET
+    from .staging import staged
+    from .write import plan_drafter
+    from .write_target import check_place, plan_target
 
     if arguments.with_target:
         if arguments.target is None:
@@ -57,36 +62,54 @@ def run(arguments: argparse.Namespace, encode: Callable[[str, Sequence[int]], An
         if arguments.no_embed:
             raise ValueError("export: --no-embed must not be given with --with-target, whose table is in its graph")
         check_place(arguments.target, arguments.output)
+    elif arguments.target_quantize is not None:
+        raise ValueError("export: --with-target must be given with --target-quantize")
 
     columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with ended_by_sigterm(), Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
 
-        def progress(text: str, done: int, total: int) -> None:
+        def say(text: str, done: int, total: int) -> None:
             bar.update(task, description=text, completed=done, total=total)
 
-        report = export_drafter(
+        kinds, source, output = [DRAFT], arguments.target, arguments.output
+        draft = plan_drafter(
             arguments.drafter,
-            arguments.target,
-            arguments.output,
+            source,
+            output,
             profile=arguments.profile,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             embed=not arguments.no_embed,
             debug_outputs=arguments.debug_outputs,
             cross_check=arguments.cross_check,
-            progress=progress,
+            say=say,
         )
-        lines = report.lines()
+        layer_ids = draft.metadata["target_layer_ids"]
         if arguments.with_target:
-            layer_ids = report.metadata["target_layer_ids"]
-            lines += export_target(
-                arguments.target,
-                layer_ids,
-                arguments.output,
-                quantize=arguments.target_quantize,
-                reference=encode(arguments.target, layer_ids),
-                progress=progress,
-            )
+            kinds.append(TARGET)
+            write_target = plan_target(source, layer_ids, output, quantize=arguments.target_quantize, say=say)
+        with staged(output, *kinds, say=say) as part:
+            lines = draft.write(part).lines()
+            if arguments.with_target:
+                lines += write_target(part, encode(source, layer_ids))
     print("\n".join(lines))
     return 0
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises here, as Ctrl-C does, so that what is half written goes; a host's own handler is left alone."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,10 @@ class DraftCache:
     def __init__(
         self, session: Any, config: DrafterConfig, batch: int, capacity: int, *, dtype: Any, inplace: bool
     ) -> None:
-        if batch < 1 or not 1 <= capacity <= POSITIONS - config.block_size:
+        integers = isinstance(batch, int | np.integer) and isinstance(capacity, int | np.integer)
+        if not integers or batch < 1 or not 1 <= capacity <= POSITIONS - config.block_size:
             limit = POSITIONS - config.block_size
-            raise ValueError(f"new_cache: batch must be >= 1 and capacity 1 to {limit}, got {batch} and {capacity}")
+            raise ValueError(f"new_cache: batch must be >= 1 and capacity 1 to {limit}, got {batch!r} and {capacity!r}")
         self.batch, self.capacity, self.held = batch, capacity, 0
         self.dtype, self.inplace = dtype, inplace
         self._session = session
@@ -49,6 +51,10 @@ class DraftCache:
         self._waiting: list[Array] = []
         self._device = "cuda" if session.get_providers()[0] in _ON_CUDA else "cpu"
         self._values = [self._value(np.zeros(self._shape, dtype)) for _ in self._names]
+
+    def runs(self, session: Any) -> bool:
+        """Whether this is a cache of that session's graph."""
+        return self._session is session
 
     @property
     def waiting(self) -> int:
@@ -101,6 +107,11 @@ class DraftCache:
         self.held += rows
         self._waiting = [part[:, rows:] for part in self._waiting if rows < part.shape[1]]
         return [value.numpy() for value in found[: len(names)]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DraftCache:
+        made = copy.copy(self)  # its session stays the same; features that wait are never written to
+        made._values = [self._value(np.array(value.numpy())) for value in self._values]
+        return made
 
     def _reserve(self, positions: int) -> None:
         """Buffers for that many positions."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydflash.config import DrafterConfig, check_target
 
 from .draft_cache import DraftCache
-from .metadata import DRAFT, dtype_of, open_model
+from .metadata import DRAFT, SharesSession, dtype_of, open_model
 from .walk import walk
 
 Array = NDArray[Any]
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
     log_normalizers: Any = None
 
 
-class OnnxDrafter:
+class OnnxDrafter(SharesSession):
     """A drafter that `pydflash export` wrote, with the methods of `pydflash.Drafter`.
 
     Args:
@@ -99,21 +99,24 @@ class OnnxDrafter:
 
         Raises: ValueError if the features' width is wrong, the counts differ or the cache is full.
         """
+        self._check_cache("append_context", cache)
         width = len(self.config.target_layer_ids) * self.config.target_hidden_size
-        shape = list(features.shape)
-        if len(shape) != 3 or shape[0] != cache.batch or shape[2] != width:
+        array = as_numpy(features)
+        if array.ndim != 3 or array.shape[0] != cache.batch or array.shape[2] != width or array.dtype.kind not in "fiu":
             raise ValueError(
-                f"append_context: features must be [B, C, {width}], B = {cache.batch} as the cache's, got {shape}"
+                f"append_context: features must be numbers [B, C, {width}], B = {cache.batch} as the cache's, got "
+                f"{array.dtype} {list(array.shape)}"
             )
-        rows = shape[1]
+        rows = array.shape[1]
         if counts is not None:
-            given = np.broadcast_to(as_numpy(counts), (cache.batch,))
+            given = per_row("append_context", "counts", counts, cache.batch, "iu")
             if given.min() != given.max() or not 0 <= given[0] <= rows:
                 raise ValueError(
-                    f"append_context: counts must be one number from 0 to {rows} for all rows, got {given.tolist()}"
+                    f"append_context: counts must be one number from 0 to {rows} for all sequences (such of unequal "
+                    f"lengths need a cache each), got {given.tolist()}"
                 )
             rows = int(given[0])
-        cache.append(as_numpy(features[:, :rows]).astype(self.dtype))
+        cache.append(array[:, :rows].astype(self.dtype))
 
     def propose(
         self,
@@ -141,36 +144,57 @@ class OnnxDrafter:
 
         Returns: a `Proposal`.
 
-        Raises: ValueError if block_size is not 1 .. the trained size, or `embed` is needed.
+        Raises: ValueError if block_size is not 1 .. the trained size, an argument is not what it must be, or `embed`
+        is needed.
         """
         config = self.config
+        self._check_cache("propose", cache)
         size = config.block_size if block_size is None else block_size
-        if not 1 <= size <= config.block_size:
-            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size}")
-        ids = as_numpy(anchors)
-        if ids.shape != (cache.batch,):
-            raise ValueError(f"propose: anchors must be [{cache.batch}], got {list(ids.shape)}")
-        if ids.dtype.kind not in "iu" or ids.min() < 0:  # a graph would read the table from its end
-            raise ValueError(f"propose: anchors must be token ids, got {ids.tolist()}")
-        ids = ids.astype(np.int64)
+        if not whole(size) or not 1 <= size <= config.block_size:
+            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r}")
+        ids = self._ids(anchors, cache.batch, embed)
+        drawn = warmth = None
+        if temperature is not None:
+            heat = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
+            drawn = heat, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
+        if normalizers is not None and config.version == 1:
+            warmth = per_row("propose", "normalizers", normalizers, cache.batch, "fiu").astype(np.float32)
+            if not (warmth > 0).all():
+                raise ValueError(f"propose: normalizers must be temperatures above 0, got {warmth.tolist()}")
         starts = np.full(cache.batch, cache.length)
         # Two slots are the fewest that a run has: before 1.31, ONNX Runtime crashes where no slot is left to draft.
         while cache.waiting > CHUNK:
             self._run(ids, cache, 2, CHUNK, embed, [])
         scored = "edge_scores" if config.version == 2 else "cand_scores"
         names = ["draft_ids", "cand_ids", scored]
-        heat = None
-        if normalizers is not None and config.version == 1:
+        if warmth is not None:
             names.append("log_normalizers")
-            heat = np.full(cache.batch, as_numpy(normalizers), np.float32)
-        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, heat)
+        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, warmth)
         tokens, candidates, scores, *rest = [x[:, : size - 1] for x in found]
         probs = None
-        if temperature is not None:
-            given = [np.broadcast_to(as_numpy(x), (cache.batch,)) for x in (temperature, seeds)]
-            tokens, probs = walk(candidates, scores, given[0].astype(np.float32), given[1].astype(np.int64), starts)
+        if drawn is not None:
+            tokens, probs = walk(candidates, scores, *drawn, starts)
         proposal = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
         return as_torch(proposal, anchors.device) if hasattr(anchors, "detach") else proposal
+
+    def _check_cache(self, op: str, cache: Any) -> None:
+        if not isinstance(cache, DraftCache) or not cache.runs(self.session):
+            raise ValueError(f"{op}: cache must be one of this drafter's new_cache, got {type(cache).__name__}")
+
+    def _ids(self, anchors: Any, batch: int, embed: Any) -> Array:
+        """The anchors in int64, found to be rows of the tables: a graph would read them from the end, or stop."""
+        ids, config = as_numpy(anchors), self.config
+        if ids.shape != (batch,):
+            raise ValueError(f"propose: anchors must be [{batch}], got {list(ids.shape)}")
+        table = getattr(embed, "weight", embed)
+        inside = self.metadata["embed"]
+        rows = self.metadata.get("embedding_rows") if inside else None if table is None else len(table)
+        below = 2**63 if rows is None else rows  # the first exports do not say
+        if config.version == 2:
+            below = min(below, config.vocab_size)
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= below:
+            raise ValueError(f"propose: anchors must be token ids below {below}, got {ids.tolist()}")
+        return ids.astype(np.int64)
 
     def _run(
         self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], heat: Any = None
@@ -211,6 +235,20 @@ def as_numpy(x: Any) -> Array:
         x = x.detach().cpu()
         x = (x.float() if x.is_floating_point() and x.element_size() < 4 else x).numpy()
     return np.asarray(x)
+
+
+def whole(x: Any) -> bool:
+    """An integer of Python's or numpy's."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def per_row(op: str, name: str, value: Any, batch: int, kinds: str) -> Array:
+    """[B] of a number or of one number a row, of these kinds of numpy's types."""
+    found = as_numpy(value)
+    if found.dtype.kind not in kinds or found.shape not in ((), (1,), (batch,)):
+        sort = "numbers" if "f" in kinds else "integers"
+        raise ValueError(f"{op}: {name} must be {sort}, one or [{batch}], got {value!r}")
+    return np.broadcast_to(found, (batch,))
 
 
 def as_torch(found: Proposal, device: Any) -> Proposal:

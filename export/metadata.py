@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +66,8 @@ def to_properties(metadata: Mapping[str, Any]) -> dict[str, str]:
 def write_description(folder: Path, kind: Kind, metadata: Mapping[str, Any]) -> dict[str, int]:
     """Write the JSON file of a model that lies in the folder; the sizes of the files."""
     sizes = {name: (folder / name).stat().st_size for name in (kind.model, kind.data)}
-    content = {"model": kind.model, "files": sizes, "metadata": dict(metadata)}
+    sums = {name: _sha256(folder / name) for name in sizes}
+    content = {"model": kind.model, "files": sizes, "sha256": sums, "metadata": dict(metadata)}
     (folder / kind.description).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return sizes | {kind.description: (folder / kind.description).stat().st_size}
 
@@ -75,7 +79,7 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
         raise FileNotFoundError(f"{who}: folder must hold {path.name}, got {folder}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
     metadata = content.get("metadata") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or (missing := [name for name in kind.required if name not in metadata]):
@@ -86,17 +90,52 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
         raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
-    files = content.get("files") or {}
-    if not isinstance(files, dict):
-        raise ValueError(f"{who}: {path}: files must be names and sizes, got {files!r}")
-    for file, size in files.items():
-        if Path(file).name != file:
-            raise ValueError(f"{who}: {path}: files must be names in this folder, got {file!r}")
+    files, sums = content.get("files", {}), content.get("sha256", {})  # the first exports had no sums
+    for key, value in (("files", files), ("sha256", sums)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{who}: {path}: {key} must be an object with the names of files, got {value!r}")
+        if outside := [file for file in value if Path(file).name != file]:
+            raise ValueError(f"{who}: {path}: {key} must be of names in this folder, got {outside[0]!r}")
+    for file in {**files, **sums}:
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{who}: {folder / file} is missing")
-        if (got := (folder / file).stat().st_size) != size:
-            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {got}")
+    for file, size in files.items():
+        if (found := (folder / file).stat().st_size) != size:
+            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {found}")
+    for file, wanted in sums.items():
+        if (got := _sha256(folder / file)) != wanted:
+            raise ValueError(
+                f"{who}: {folder / file}: must have the sha256 that {path.name} says, {str(wanted)[:12]}..., got "
+                f"{got[:12]}...; the file is damaged or of another export"
+            )
     return folder / name, metadata
+
+
+def _sha256(path: Path) -> str:
+    """Of a file's content; read once in a process, as long as the file stays as it is."""
+    found = path.stat()
+    return _sha256_of(str(path), (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+
+
+@functools.lru_cache(64)
+def _sha256_of(path: str, identity: tuple[int, ...]) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            total.update(part)
+    return total.hexdigest()
+
+
+class SharesSession:
+    """A deep copy has the session, which nothing changes once it is loaded; all else is its own."""
+
+    session: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.session)] = self.session
+        memo[id(self)] = made = object.__new__(type(self))
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
 
 
 def open_model(
@@ -113,6 +152,8 @@ def open_model(
     path, metadata = read_description(folder, kind)
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     if threads is not None:
+        if type(threads) is not int or threads < 0:
+            raise ValueError(f"{kind.loader}: threads must be an integer >= 0 or None, got {threads!r}")
         options.intra_op_num_threads = threads
     chosen = ["CPUExecutionProvider"] if providers is None else providers
     _check_providers(kind, chosen)

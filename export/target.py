@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .metadata import POSITIONS, TARGET, open_model
+from .metadata import POSITIONS, TARGET, SharesSession, open_model
 from .target_cache import BufferCache
 
 Array = NDArray[Any]
@@ -39,7 +39,7 @@ class GenerationConfig:
         return dict(self._content)
 
 
-class OnnxTarget:
+class OnnxTarget(SharesSession):
     """A target that `pydflash export --with-target` wrote: attention in place, no torch in its forwards.
 
     `run` takes and gives numpy arrays, for hosts without torch; `Speculator` calls the methods below it.
@@ -66,8 +66,7 @@ class OnnxTarget:
         self.hidden_size, self.num_layers = int(sizes["hidden_size"]), int(sizes["num_layers"])
         self.vocab_size = int(self.metadata["head_rows"])
         self.max_length: int | None = min(int(sizes["max_position_embeddings"]), POSITIONS)
-        file = Path(folder) / "generation_config.json"
-        self.generation_config = GenerationConfig(json.loads(file.read_text("utf-8")) if file.is_file() else {})
+        self.generation_config = GenerationConfig(_object_in(Path(folder) / "generation_config.json"))
         self.even = even
         self._closed = False
 
@@ -79,13 +78,19 @@ class OnnxTarget:
         """One forward over a block behind the committed positions.
 
         Args:
-            ids: [1, S] int64.
+            ids: [1, S] integers.
             cache: From `new_cache`; its buffers take the block's keys and values, uncommitted.
-            rows: [N] int64 slots whose logits are wanted.
+            rows: [N] slots whose logits are wanted.
             depths, visible: [1, S] int64 and [1, S, S] bool of a tree; None for a chain.
 
         Returns: logits [1, N, V] and features [1, S, F * H] (None without tapped layers).
+
+        Raises: ValueError for what is not of these shapes, no ids of the table, or beyond the model's positions.
         """
+        ids = self._ids("run", ids, cache, None if depths is None else int(np.max(depths)) + 1)
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or rows.dtype.kind not in "iu" or not ((rows >= 0) & (rows < ids.shape[1])).all():
+            raise ValueError(f"run: rows must be [N] slots from 0 to {ids.shape[1] - 1}, got {rows.tolist()}")
         wanted = slots = ids.shape[1]
         if slots == 1 and self.even:
             ids, slots = np.repeat(ids, 2, 1), 2  # the second row sees itself, and nobody sees it
@@ -96,7 +101,7 @@ class OnnxTarget:
             "input_ids": ids,
             "depths": np.arange(slots)[None] if depths is None else depths,
             "past_len": np.array([cache.length]),
-            "rows": rows,
+            "rows": rows.astype(np.int64),
             "visible": np.tri(slots, dtype=np.bool_)[None] if visible is None else visible,
         }
         for name, array in inputs.items():
@@ -132,8 +137,8 @@ class OnnxTarget:
 
     def new_cache(self, batch: int, capacity: int) -> BufferCache:
         """An empty cache. batch: must be 1. capacity: not allocated at once; buffers grow with use."""
-        if batch != 1 or capacity < 1:
-            raise ValueError(f"new_cache: batch must be 1 and capacity at least 1, got {batch} and {capacity}")
+        if batch != 1 or not isinstance(capacity, int | np.integer) or capacity < 1:
+            raise ValueError(f"new_cache: batch must be 1 and capacity at least 1, got {batch!r} and {capacity!r}")
         return BufferCache(self.num_layers, int(self._sizes["num_kv_heads"]), int(self._sizes["head_dim"]))
 
     def prefill(self, ids: Any, cache: BufferCache) -> Output:
@@ -174,19 +179,41 @@ class OnnxTarget:
         self._closed = True
 
     def _tokens(self, op: str, tokens: Any, cache: BufferCache, deep: int | None = None) -> Array:
+        if not isinstance(cache, BufferCache):
+            raise ValueError(f"{op}: cache must be one of new_cache, got {type(cache).__name__}")
         if self._closed:
             raise ValueError(f"{op}: target must be open, got one after close()")
         if cache.open:
             raise ValueError(f"{op}: cache must have its verified block committed first, got an open block")
-        end = cache.length + (tokens.shape[1] if deep is None else deep)
+        return self._ids(op, tokens.numpy() if hasattr(tokens, "detach") else tokens, cache, deep)
+
+    def _ids(self, op: str, tokens: Any, cache: BufferCache, deep: int | None) -> Array:
+        """Tokens [1, S] in int64, found to be rows of the table: a graph would read it from its end, or stop."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{op}: tokens must be integers [1, S], S at least 1, got {ids.dtype} {list(ids.shape)}")
+        rows = int(self.metadata["embedding_rows"])
+        if ids.min() < 0 or ids.max() >= rows:
+            raise ValueError(f"{op}: tokens must be ids from 0 to {rows - 1}, got {ids.min()} to {ids.max()}")
+        end = cache.length + (ids.shape[1] if deep is None else deep)
         if self.max_length is not None and end > self.max_length:
             raise ValueError(
                 f"{op}: tokens must end within {self.max_length} positions (the model's max_position_embeddings), "
-                f"got {tokens.shape[1]} after {cache.length}"
+                f"got {ids.shape[1]} after {cache.length}"
             )
-        ids: Array = tokens.numpy().astype(np.int64)
-        return ids
+        return ids.astype(np.int64)
 
     def _output(self, logits: Array, features: Array | None) -> Output:
         torch = sys.modules["torch"]
         return Output(torch.from_numpy(logits), None if features is None else torch.from_numpy(features))
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; nothing where there is no file."""
+    try:
+        content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"OnnxTarget: {file}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"OnnxTarget: {file}: must hold an object, got {type(content).__name__}")
+    return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,18 @@ class BufferCache:
 
     def reserve(self, positions: int) -> None:
         """Buffers for that many positions."""
+        if positions > self._arrays[0].shape[2]:
+            self._hold([grown(array, positions, self.length) for array in self._arrays])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferCache:
+        made = copy.copy(self)
+        made._hold([array.copy() for array in self._arrays])
+        return made
+
+    def _hold(self, arrays: list[Any]) -> None:
         from onnxruntime import OrtValue
 
-        if positions > self._arrays[0].shape[2]:
-            self._arrays = [grown(array, positions, self.length) for array in self._arrays]
-            self.values = [OrtValue.ortvalue_from_numpy(array) for array in self._arrays]  # of the arrays' memory
+        self._arrays, self.values = arrays, [OrtValue.ortvalue_from_numpy(array) for array in arrays]  # one memory
 
     def advance(self, rows: int) -> None:
         """Commit the first `rows` slots of the open block; fewer than none go back."""

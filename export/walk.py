@@ -57,8 +57,11 @@ def walk(candidates: Array, scores: Array, heat: Array, seeds: Array, starts: Ar
     warm = np.maximum(heat, np.finfo(np.float32).tiny)[:, None]
     for slot in range(slots):
         row = scores[rows, slot, index] if scores.ndim == 4 else scores[:, slot]
-        with np.errstate(over="ignore"):  # towards -inf, whose weight is 0
-            weights = np.exp((row - row.max(-1, keepdims=True)) / warm)
+        row = np.where(np.isnan(row), -np.inf, row)
+        top = row.max(-1, keepdims=True)
+        with np.errstate(over="ignore", invalid="ignore"):  # towards -inf, whose weight is 0
+            weights = np.where(row == top, np.float32(1), np.exp((row - top) / warm))
+        weights[top[:, 0] == -np.inf, 1:] = 0  # nothing but NaN and -inf: certain of the first
         cumulative = np.cumsum(weights, -1, dtype=np.float32)
         threshold = uniform(seeds, starts, slot + 1) * cumulative[:, -1]
         last = k - 1 - (weights > 0)[:, ::-1].argmax(-1)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +20,14 @@ from pydflash.drafter import Drafter
 from pydflash.rope import frequencies
 
 from .linear import QUANTIZE, Table
-from .metadata import DRAFT, Kind, describe, to_properties, write_description
+from .metadata import DRAFT, describe, to_properties, write_description
 from .parity import Parity, compare
+from .staging import Progress, save_model, staged
 from .tables import modules_of, plain, tables
 
 DTYPES = ("float32", "float16")
 _MOST_DIFFERENCE = 1e-4  # of a float32 graph's scores, relative
 _LEAST_SAME = 0.9  # of its candidates; near ties may fall either way
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,22 @@ class Report:
         found = [f"{self.folder}: profile {self.metadata['profile']}, {kind}, {self.nodes} nodes, {self.seconds:.1f} s"]
         found += [f"  {name:16} {size / 1e6:10.3f} MB" for name, size in self.sizes.items()]
         found.append(f"  beside torch:    {self.unchecked or self.parity}")
+        if self.parity is not None:
+            found.append(f"                   {self.parity.verdict(kind)}")
         if self.cross_check is not None:
             found.append(f"  beside torch.onnx: hidden states within {self.cross_check:.1e}")
         return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An export that can be made, as far as this can be known before anything is written.
+
+    write: Fills a folder, compares what is in it with torch, and gives the report.
+    """
+
+    metadata: dict[str, Any]
+    write: Callable[[Path], Report]
 
 
 def export_drafter(
@@ -92,13 +100,36 @@ def export_drafter(
 
     Raises: ValueError for what does not go together; RuntimeError where the graph does not compute what torch does.
     """
+    options: dict[str, Any] = {"profile": profile, "dtype": dtype, "quantize": quantize, "embed": embed}
+    options |= {"debug_outputs": debug_outputs, "cross_check": cross_check}
+    say = progress or (lambda text, done, total: None)
+    planned = plan_drafter(drafter, target, directory, **options, say=say)
+    with staged(directory, DRAFT, say=say) as part:
+        return planned.write(part)
+
+
+def plan_drafter(
+    drafter: str | Path,
+    target: str | Path | None,
+    directory: str | Path,
+    *,
+    profile: str,
+    dtype: str,
+    quantize: str | None,
+    embed: bool,
+    debug_outputs: bool,
+    cross_check: bool,
+    say: Progress,
+) -> Planned:
+    """Read and check all that `export_drafter` needs."""
     from .draft_graph import PROFILES, GraphOptions, build_draft_graph
     from .layer_graph import Weights
 
     begin = time.perf_counter()
-    say = progress or (lambda text, done, total: None)
     _check_options(PROFILES, profile, dtype, quantize)
     say("reading the checkpoint", 0, 1)
+    if (Path(drafter) / DRAFT.description).is_file() and not list(Path(drafter).glob("*.safetensors")):
+        raise ValueError(f"export: drafter must be a checkpoint, got {drafter}, which is an export")
     config, tensors = load_checkpoint(drafter)
     if not embed and (own := sorted(tensors.keys() & {"embed_tokens.weight", "mask_embedding"})):
         raise ValueError(f"export: embed must be True for a drafter with its own {', '.join(own)}, got False")
@@ -122,8 +153,11 @@ def export_drafter(
     metadata = _metadata(config, options, embedding, head, dtype, checksum(tensors | found))
     model = build_draft_graph(config, weights, options, __version__, to_properties(metadata))
     found_in = modules_of(embedding, head, found)
-    result: dict[str, Any] = {}
-    with staged(directory, DRAFT) as part:
+    planning = time.perf_counter() - begin
+
+    def write(part: Path) -> Report:
+        begin = time.perf_counter()
+        result: dict[str, Any] = {}
         save_model(model, part, DRAFT, say)
         result["sizes"] = write_description(part, DRAFT, metadata)
         say("comparing with torch", 0, 1)
@@ -138,8 +172,12 @@ def export_drafter(
             say("exporting through torch.onnx", 0, 1)
             (part / "check").mkdir()
             result["cross_check"] = cross_check_difference(torch_drafter, weights, __version__, part / "check")
-    seconds = time.perf_counter() - begin
-    return Report(Path(directory), nodes=len(model.graph), parity=parity, seconds=seconds, metadata=metadata, **result)
+        seconds = planning + time.perf_counter() - begin
+        return Report(
+            Path(directory), nodes=len(model.graph), parity=parity, seconds=seconds, metadata=metadata, **result
+        )
+
+    return Planned(metadata, write)
 
 
 def _same(parity: Parity) -> bool:
@@ -170,6 +208,7 @@ def _metadata(
         quantize=options.quantize,
         embed=options.embed,
         embedding_initializer=embedding.name if options.embed else None,
+        embedding_rows=embedding.rows if options.embed else None,
         head_initializer=head.name,
         source_sha256=source,
     )
@@ -200,31 +239,3 @@ def _parity(part: Path, drafter: Drafter, modules: tuple[Any, Any], dtype: str) 
             raise
         return None, f"not compared ({error})"
     return compare(onnx, drafter, *modules), ""
-
-
-@contextmanager
-def staged(directory: str | Path, kind: Kind) -> Iterator[Path]:
-    """A folder to write a model into, beside its place, where its files go at the end if nothing was raised."""
-    folder = Path(directory)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export: directory must be a folder, got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(".part", ".export.", folder))  # a killed export may have had the same process id
-    try:
-        yield part
-        # Without the description nothing loads, so no mixture of two exports ever does.
-        (folder / kind.description).unlink(missing_ok=True)
-        for name in (kind.data, kind.model, kind.description):
-            os.replace(part / name, folder / name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def save_model(model: Any, part: Path, kind: Kind, say: Progress) -> None:
-    """Write a model and its data, each tensor made when its turn comes."""
-    from onnx_ir import save
-
-    def told(tensor: Any, info: Any) -> None:
-        say("writing weights", info.index + 1, info.total)
-
-    save(model, part / kind.model, external_data=kind.data, callback=told)

@@ -6,20 +6,20 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from pydflash import __version__
 from pydflash.rope import frequencies
-from pydflash.weight_files import few, local_folder, stored_tensors, write_file
+from pydflash.weight_files import few, local_folder, stored_tensors
 
 from .linear import QUANTIZE
 from .metadata import FORMAT, TARGET, to_properties, write_description
 from .opset import Array
+from .staging import Progress, save_model, staged
 from .tables import plain, table_of, target_tables
-from .write import Progress, checksum, save_model, staged
+from .write import checksum
 
 Reference = Callable[[Array], tuple[Array, Array | None]]
 _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -52,11 +52,20 @@ def export_target(
 
     Raises: ValueError for a model that the graph does not compute; RuntimeError where the two differ.
     """
+    say = progress or (lambda text, done, total: None)
+    write = plan_target(target, layer_ids, directory, quantize=quantize, say=say)
+    with staged(directory, TARGET, say=say) as part:
+        return write(part, reference)
+
+
+def plan_target(
+    target: str | Path, layer_ids: Sequence[int], directory: str | Path, *, quantize: str | None, say: Progress
+) -> Callable[[Path, Reference | None], list[str]]:
+    """Read and check all that `export_target` needs; what fills a folder, compares with the model, and reports."""
     from .layer_graph import Weights
     from .target_graph import TargetSizes, build_target_graph
 
     begin = time.perf_counter()
-    say = progress or (lambda text, done, total: None)
     if quantize not in QUANTIZE:
         raise ValueError(f"export: quantize must be None, '8bit', '4bit' or 'int8', got {quantize!r}")
     folder = local_folder(target, None)
@@ -92,7 +101,10 @@ def export_target(
         "source_sha256": checksum({name: stored[name] for name in names} | found),
     }
     model = build_target_graph(sizes, weights, tuple(layer_ids), quantize, __version__, to_properties(metadata))
-    with staged(directory, TARGET) as part:
+    planning = time.perf_counter() - begin
+
+    def write(part: Path, reference: Reference | None) -> list[str]:
+        begin = time.perf_counter()
         save_model(model, part, TARGET, say)
         written = write_description(part, TARGET, metadata)
         told = "not compared"
@@ -103,22 +115,31 @@ def export_target(
                 raise RuntimeError(
                     f"export: the graph must compute what the model does, it differs by {difference:.1e}"
                 )
-            told = f"logits and features within {difference:.1e}, {same:.0%} of the best tokens the same"
-    _copy_beside(folder, Path(directory))
-    kind = f"{quantize or 'float32'}, {len(model.graph)} nodes, {time.perf_counter() - begin:.1f} s"
-    lines = [f"{directory}: target, {kind}"]
-    lines += [f"  {name:18} {size / 1e6:10.3f} MB" for name, size in written.items()]
-    return [*lines, f"  beside the model: {told}"]
+            verdict = "good: the same model, up to rounding"
+            if quantize is not None:
+                verdict = "another model, on purpose: its text is its own"
+            told = f"logits and features within {difference:.1e}, {same:.0%} of the best tokens the same, over "
+            told += f"{_TRIAL + _BLOCK} random tokens\n                    {verdict}"
+        _copy_beside(folder, Path(directory), part)
+        seconds = planning + time.perf_counter() - begin
+        lines = [f"{directory}: target, {quantize or 'float32'}, {len(model.graph)} nodes, {seconds:.1f} s"]
+        lines += [f"  {name:18} {size / 1e6:10.3f} MB" for name, size in written.items()]
+        return [*lines, f"  beside the model: {told}"]
+
+    return write
 
 
 def check_place(target: str | Path, directory: str | Path) -> None:
-    """ValueError where the target's config.json would replace that of another checkpoint."""
-    folder = Path(directory)
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin"))
-    if found and folder.resolve() != local_folder(target, None).resolve():
+    """ValueError where the target's files would replace, or be mixed with, those of another checkpoint."""
+    folder, source = Path(directory), local_folder(target, None)
+    if folder.resolve() == source.resolve():
+        return
+    if found := sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin")):
         raise ValueError(
             f"export: directory must hold no other checkpoint beside a target, {folder} holds {few(found)}"
         )
+    if left := [name for name in _BESIDE if (folder / name).is_file() and not (source / name).is_file()]:
+        raise ValueError(f"export: directory must not hold {few(left)}, which {source} has not, {folder} does")
 
 
 def _compare(part: Path, reference: Reference, vocab_size: int) -> tuple[float, float]:
@@ -141,8 +162,8 @@ def _compare(part: Path, reference: Reference, vocab_size: int) -> tuple[float, 
     return max(differences), float((got.argmax(-1) == logits.argmax(-1)).mean())
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
+def _copy_beside(source: Path, folder: Path, part: Path) -> None:
     """What text in and text out need."""
     for name in _BESIDE:
         if (source / name).is_file() and (source / name).resolve() != (folder / name).resolve():
-            write_file(folder / name, partial(shutil.copyfile, source / name))
+            shutil.copyfile(source / name, part / name)

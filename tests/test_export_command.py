@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,12 @@ def test_with_target_makes_a_folder_that_generates(tmp_path: Path, capsys: pytes
     model.save_pretrained(tmp_path / "target")
     build_drafter(1, num_target_layers=4).save_pretrained(tmp_path / "drafter")
     assert main(command(tmp_path, "--with-target", "--target-quantize", "8bit")) == 0
-    assert "beside the model: logits and features within" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "beside the model: logits and features within" in printed
+    assert "of the best tokens the same, over 48 random tokens" in printed
+    assert "another model, on purpose" in printed
     assert main(command(tmp_path, "--with-target")) == 0
+    assert "good: the same model, up to rounding" in capsys.readouterr().out
     from pydflash.export import OnnxTarget
 
     spec = Speculator(OnnxTarget(tmp_path / "out"), OnnxDrafter(tmp_path / "out"))
@@ -88,6 +91,33 @@ def test_types_that_do_not_serve_are_refused(
     assert main(command(work, *more)) == 2
     assert message in capsys.readouterr().err
     assert not (work / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "candidates", "verdict"),
+    [
+        (None, 1.0, "good: the same drafter, up to the rounding of float32"),
+        ("int8", 0.86, "good for int8: random features are unlike a target's"),
+        ("4bit", 0.28, "good for 4bit: random features are unlike a target's"),
+        ("int8", 0.28, "low for int8, 60% of candidates is usual: measure the acceptance length before use"),
+    ],
+)
+def test_the_report_says_what_was_compared_and_whether_that_is_good(
+    work: Path,
+    kind: str | None,
+    candidates: float,
+    verdict: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Parity(1e-6 if kind is None else None, 0.75, candidates)
+    monkeypatch.setattr("pydflash.export.write.compare", lambda *_: found)
+    assert main(command(work, *(["--quantize", kind] if kind else []))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    within = ", scores within 1.0e-06" if kind is None else ""
+    compared = f"75.0% of drafts and {candidates:.1%} of candidates the same{within}, over 12 rounds of random features"
+    assert lines[-2] == f"  beside torch:    {compared}"
+    assert lines[-1].strip().startswith(verdict)
 
 
 def test_float16_stays_close(work: Path) -> None:
@@ -135,6 +165,14 @@ def test_targets_that_do_not_serve_are_refused(work: Path, change: Any, message:
         export_drafter(work / "drafter", work / "target", work / "out")
 
 
+def test_an_export_is_no_checkpoint(work: Path) -> None:
+    export_drafter(work / "drafter", work / "target", work / "out")
+    with pytest.raises(ValueError, match=r"drafter must be a checkpoint, got .*out, which is an export"):
+        export_drafter(work / "out", work / "target", work / "again")
+    export_drafter(work / "drafter", work / "target", work / "drafter")  # beside its checkpoint, and over itself
+    export_drafter(work / "drafter", work / "target", work / "drafter")
+
+
 def test_no_target_is_an_error_where_tables_are_needed(work: Path) -> None:
     with pytest.raises(ValueError, match="the target must be given: this drafter has no embedding table and head"):
         export_drafter(work / "drafter", None, work / "out")
@@ -158,12 +196,6 @@ def test_a_graph_that_differs_is_not_put_in_place(
     with pytest.raises(RuntimeError, match=f"must compute what torch does, got .*{message}"):
         export_drafter(work / "drafter", work / "target", found.folder)
     assert {p.name: p.read_bytes() for p in found.folder.iterdir()} == before
-
-
-def test_a_file_in_the_way_is_refused(work: Path) -> None:
-    (work / "out").write_text("")
-    with pytest.raises(ValueError, match="directory must be a folder, got the file"):
-        export_drafter(work / "drafter", work / "target", work / "out")
 
 
 def test_vocabulary_of_the_tables_is_the_targets(work: Path) -> None:
@@ -192,13 +224,27 @@ def test_a_target_is_not_written_over_a_drafters_checkpoint(work: Path, capsys: 
     assert {p.name: p.read_bytes() for p in (work / "drafter").iterdir()} == before
 
 
+def test_a_target_is_not_mixed_with_files_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The template of an earlier target would go on being used."""
+    TINY["llama"]().save_pretrained(tmp_path / "target")
+    build_drafter(1, num_target_layers=4).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("{{ other }}")
+    assert main(command(tmp_path, "--with-target")) == 2
+    assert "directory must not hold chat_template.jinja, which" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["chat_template.jinja"]
+    (tmp_path / "target" / "chat_template.jinja").write_text("{{ own }}")
+    assert main(command(tmp_path, "--with-target")) == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ own }}"
+
+
+def test_bits_of_a_target_that_is_not_written_are_refused(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(work, "--target-quantize", "8bit")) == 2
+    assert "--with-target must be given with --target-quantize" in capsys.readouterr().err
+    assert not (work / "out").exists()
+
+
 def test_a_target_in_onnx_has_no_table_to_give(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(work, "--with-target", "--no-embed")) == 2
     assert "--no-embed must not be given with --with-target" in capsys.readouterr().err
     assert not (work / "out").exists()
-
-
-def test_what_a_killed_export_left_is_not_in_the_way(work: Path) -> None:
-    (work / "out" / f".export.{os.getpid()}.part").mkdir(parents=True)
-    export_drafter(work / "drafter", work / "target", work / "out")
-    assert (work / "out" / "draft.json").is_file()

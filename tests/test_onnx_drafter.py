@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 import warnings
@@ -302,29 +300,6 @@ def test_a_host_can_share_its_own_tables(tmp_path: Path) -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_rows_that_do_not_fit_are_refused(v2: Exported) -> None:
-    onnx = OnnxDrafter(v2.folder)
-    cache = onnx.new_cache(1, 10)
-    width = v2.drafter.fc.in_features
-    with pytest.raises(ValueError, match=rf"features must be \[B, C, {width}\].*got \[1, 2, {width - 1}\]"):
-        onnx.append_context(np.zeros((1, 2, width - 1), np.float32), cache)
-    onnx.append_context(np.zeros((1, 9, width), np.float32), cache)
-    with pytest.raises(ValueError, match="capacity must be at least 11 positions, got 10"):
-        onnx.append_context(np.zeros((1, 2, width), np.float32), cache)
-    with pytest.raises(ValueError, match=r"block_size must be 1 to 4 .*got 5"):
-        onnx.propose(np.array([1]), cache, block_size=5)
-    with pytest.raises(ValueError, match=r"anchors must be \[1\], got \[2\]"):
-        onnx.propose(np.array([1, 2]), cache)
-    for anchors in (np.array([-1]), np.array([3.7])):
-        with pytest.raises(ValueError, match="anchors must be token ids"):
-            onnx.propose(anchors, cache)
-    with pytest.raises(ValueError, match=r"counts must be one number .*got \[1, 2\]"):
-        onnx.append_context(np.zeros((2, 2, width), np.float32), onnx.new_cache(2, 8), np.array([1, 2]))
-    for batch, capacity in ((0, 5), (1, 0), (1, 1 << 20)):
-        with pytest.raises(ValueError, match="new_cache: batch must be >= 1 and capacity"):
-            onnx.new_cache(batch, capacity)
-
-
 @pytest.mark.parametrize(
     "providers", ["CPUExecutionProvider", [], ["Nope"], ["Nope", "CPUExecutionProvider"], ["RknpuExecutionProvider"]]
 )
@@ -347,66 +322,6 @@ def test_the_graph_itself_refuses_rows_beyond_the_buffer(tmp_path: Path) -> None
     feed, _ = feed_of(found, "inplace", 1, 2, 10, 4, most=15)  # 16 rows are to be written
     with pytest.raises(Exception, match="TensorScatter"):
         session_of(found.folder).run(None, feed)
-
-
-def broken(folder: Path, copy: Path, change: Any) -> Path:
-    """A copy of an export whose draft.json was changed."""
-    shutil.copytree(folder, copy)
-    content = json.loads((copy / "draft.json").read_text())
-    change(content)
-    (copy / "draft.json").write_text(json.dumps(content))
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c["metadata"].update(mask_token_id=3), "mask_token_id must be that of draft.json"),
-        (lambda c: c["metadata"].update(source_sha256="0"), "source_sha256 must be that of draft.json"),
-        (lambda c: c["metadata"].update(format=99), "format must be 1, got 99"),
-        (lambda c: c["metadata"].pop("profile"), "must hold profile"),
-        (lambda c: c.pop("metadata"), "must hold metadata"),
-        (lambda c: c.update(model="../draft.onnx"), "model must be the name of an .onnx file of this folder"),
-        (lambda c: c.update(model="/etc/passwd"), "model must be the name of an .onnx file of this folder"),
-        (lambda c: c.update(files=[1]), "files must be names and sizes"),
-        (lambda c: c["files"].update({"../x": 1}), "files must be names in this folder"),
-        (lambda c: c["files"].update({"draft.onnx.data": 5}), "must have 5 bytes as draft.json says"),
-    ],
-)
-def test_a_draft_json_of_another_export_is_refused(v2: Exported, tmp_path: Path, change: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OnnxDrafter(broken(v2.folder, tmp_path / "copy", change))
-
-
-def test_missing_and_unreadable_files_are_named(v2: Exported, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"must hold draft\.json"):
-        OnnxDrafter(tmp_path)
-    copy = broken(v2.folder, tmp_path / "copy", lambda content: None)
-    (copy / "draft.onnx.data").unlink()
-    with pytest.raises(FileNotFoundError, match=r"draft\.onnx\.data is missing"):
-        OnnxDrafter(copy)
-    (copy / "draft.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        OnnxDrafter(copy)
-
-
-@pytest.mark.parametrize("place", ["../secret.data", "/etc/passwd"])
-def test_data_outside_the_folder_is_not_read(v2: Exported, tmp_path: Path, place: str) -> None:
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    copy = tmp_path / "copy"
-    shutil.copytree(v2.folder, copy)
-    shutil.copy(copy / "draft.onnx.data", tmp_path / "secret.data")
-    model = onnx.load(copy / "draft.onnx", load_external_data=False)
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = place
-    (copy / "draft.onnx").write_bytes(model.SerializeToString())
-    content = json.loads((copy / "draft.json").read_text())
-    content["files"] = {}
-    (copy / "draft.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="ONNX Runtime cannot load it"):
-        OnnxDrafter(copy)
 
 
 # --- without torch -----------------------------------------------------------------------------------------------

@@ -237,3 +237,49 @@ def test_logits_do_not_depend_on_how_many_tokens_go_through_together(tmp_path: P
 def test_positions_end_where_the_rotary_tables_do(tmp_path: Path) -> None:
     model = TINY["llama"](max_position_embeddings=1 << 21)
     assert OnnxTarget(written(tmp_path, model)).max_length == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, -1]], r"tokens must be ids from 0 to \d+, got -1 to 1"),
+        ([[1, 999]], r"tokens must be ids from 0 to \d+, got 1 to 999"),
+        ([[1.5, 1.0]], r"tokens must be integers \[1, S\], S at least 1, got float"),
+        ([1, 2], r"tokens must be integers \[1, S\].*got int64 \[2\]"),
+        ([[1, 2], [3, 4]], r"tokens must be integers \[1, S\].*got int64 \[2, 2\]"),
+        ([[]], r"tokens must be integers \[1, S\]"),
+        ([[0] * 513], "tokens must end within 512 positions"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(pair: dict[str, Any], tokens: Any, message: str) -> None:
+    """An id below 0 would be read from the table's end."""
+    target = OnnxTarget(pair["folder"])
+    cache = target.new_cache(1, 600)
+    for op, given in (("prefill", torch.tensor(tokens)), ("verify", torch.tensor(tokens))):
+        with pytest.raises(ValueError, match=f"{op}: {message}"):
+            getattr(target, op)(given, cache)
+    with pytest.raises(ValueError, match=f"run: {message}"):
+        target.run(np.array(tokens), cache, np.array([0]))
+    assert (cache.length, cache.open) == (0, 0)
+
+
+def test_rows_and_caches_that_do_not_fit_are_refused(pair: dict[str, Any]) -> None:
+    target = OnnxTarget(pair["folder"])
+    cache, ids = target.new_cache(1, 10), np.array([[1, 2]], np.int32)
+    for rows in ([2], [-1], [0.0], [[0]]):
+        with pytest.raises(ValueError, match=r"run: rows must be \[N\] slots from 0 to 1, got"):
+            target.run(ids, cache, np.array(rows))
+    assert target.run(ids, cache, [0, 1])[0].shape == (1, 2, target.vocab_size)  # type: ignore[arg-type]
+    for wrong in (None, OnnxDrafter(pair["folder"]).new_cache(1, 5)):
+        with pytest.raises(ValueError, match="prefill: cache must be one of new_cache, got"):
+            target.prefill(torch.tensor([[1]]), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="capacity at least 1, got 1 and 'a'"):
+        target.new_cache(1, "a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "not valid JSON"), ("[1]", "must hold an object, got list")])
+def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, message: str) -> None:
+    folder = written(tmp_path, TINY["llama"]())
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"OnnxTarget: .*generation_config\.json: {message}"):
+        OnnxTarget(folder)
