@@ -39,7 +39,7 @@ def tree_paths(slots: int, rng: random.Random) -> Paths:
 
 def tree_case(paths: Paths, context: int, group: int, dim: int, window: int = 0, capacity: int | None = None) -> Case:
     depths = torch.tensor([[len(path) - 1 for path in paths]], dtype=torch.int32)
-    return make_case(len(paths), dim, group, [context], bits_of(paths), depths, window, capacity)
+    return make_case(len(paths), dim, group, [context], bits_of(paths), depths, window, capacity, kv_heads=1)
 
 
 def alone(case: Case, paths: Paths, capacity: int | None = None) -> Case:
@@ -74,8 +74,10 @@ def alone(case: Case, paths: Paths, capacity: int | None = None) -> Case:
     )
 
 
-def assert_same_bits(case: Case, lone: Case, dtype: torch.dtype) -> None:
-    case, lone = case.cast(dtype, CPU), lone.cast(dtype, CPU)
+def assert_same_bits(case: Case, paths: Paths, dtype: torch.dtype, capacity: int | None = None) -> None:
+    """`capacity` is that of the lone rows' caches, by default all that fits."""
+    case = case.cast(dtype, CPU)
+    lone = alone(case, paths, capacity)
     for level in over_levels(CPU):
         got, want = (ops.block_attention(*x.arguments()) for x in (case, lone))
         assert not want.isnan().any()
@@ -91,7 +93,7 @@ def test_chain_and_tree_equal_rows_alone(context: int, window: int, dtype: torch
     at = CONTEXTS.index(context) + window // 40
     for n, paths in enumerate((chain_paths(SLOTS[at % 4]), tree_paths(SLOTS[(at + 1) % 4], rng))):
         case = tree_case(paths, context, *SHAPES[(at + 3 * n) % len(SHAPES)], window)
-        assert_same_bits(case, alone(case, paths), dtype)
+        assert_same_bits(case, paths, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +102,7 @@ def test_every_shape_where_tiles_end(group: int, dim: int, dtype: torch.dtype) -
     """64 slots from 290 and 520 on: their settled context ends on both sides of a tile's and of a chunk's end."""
     for context, paths in ((290, chain_paths(64)), (520, chain_paths(64)), (310, tree_paths(64, random.Random(1)))):
         case = tree_case(paths, context, group, dim)
-        assert_same_bits(case, alone(case, paths), dtype)
+        assert_same_bits(case, paths, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,15 +114,15 @@ def test_rings_of_any_size(context: int, window: int, extra: int, dtype: torch.d
     rng = random.Random(context + window + extra)
     for paths in (chain_paths(64), tree_paths(16, rng)):
         case = tree_case(paths, context, 3, 64, window, window - 1 + extra)
-        assert_same_bits(case, alone(case, paths, window - 1 + extra), dtype)
-        assert_same_bits(case, alone(case, paths), dtype)
+        assert_same_bits(case, paths, dtype, window - 1 + extra)
+        assert_same_bits(case, paths, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ring_without_a_window_that_has_not_wrapped_in_either(dtype: torch.dtype) -> None:
+def test_caches_of_unequal_size(dtype: torch.dtype) -> None:
     paths = chain_paths(8)
     case = tree_case(paths, 600, 3, 64, capacity=608)
-    assert_same_bits(case, alone(case, paths, 607), dtype)
+    assert_same_bits(case, paths, dtype, 607)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,12 +144,12 @@ def test_batch_of_unequal_lengths(window: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loud_key_of_another_branch_changes_nothing(dtype: torch.dtype) -> None:
-    """A sibling whose score is far above all others: no maximum, weight or rounding of a row may know of it."""
+    """A sibling's score far above all others: no maximum, weight or rounding of another row may know of it."""
     paths = [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4], [0, 2, 3, 5]]
     for context in (0, 50, 400):
         case = tree_case(paths, context, 3, 64)
-        case.k_block[:, :, 1] = 8 * case.q.unflatten(1, (2, 3))[:, :, 0, 5]
-        assert_same_bits(case, alone(case, paths), dtype)
+        case.k_block[:, :, 1] = 8 * case.q[:, :1, 5]
+        assert_same_bits(case, paths, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,4 +157,4 @@ def test_far_positions(dtype: torch.dtype) -> None:
     """Where chunks have grown: 40 chunks and more."""
     paths = tree_paths(8, random.Random(2))
     case = tree_case(paths, 25000, 1, 16)
-    assert_same_bits(case, alone(case, paths), dtype)
+    assert_same_bits(case, paths, dtype)
