@@ -59,7 +59,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     found: list[dict[str, Any]] = []
-    table = Table("model", "rows", "torch ms", "oneDNN ms", "packed ms", "GB/s", "int8 ms", "GB/s", "times torch, oneDNN")
+    table = Table(
+        "model", "rows", "torch ms", "oneDNN ms", "packed ms", "GB/s", "int8 ms", "GB/s", "times torch, oneDNN"
+    )
     for name, (layers, shapes) in MODELS.items():
         weights = [torch.randn(shape).bfloat16() for _ in range(layers) for shape in shapes]
         sides, size = sides_of(weights), sum(w.nbytes for w in weights)

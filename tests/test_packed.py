@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from pydflash import Speculator, Target, packed
 from pydflash.drafter_packed import PackedDrafter
 from pydflash.packed import Int8, Packed, pack, packing_fault
+from pydflash.target_fast import FastTarget
+from pydflash.tree import tree_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
@@ -96,11 +98,13 @@ def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         Speculator(model, None, quantize="int8")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("path", ["walk", "tree"])
-def test_drafted_text_is_the_targets_own(path: str, version: int, quantize: str | None) -> None:
-    model, drafter = pair(version, "cpu")
+def test_drafted_text_is_the_targets_own(path: str, version: int, quantize: str | None, dtype: torch.dtype) -> None:
+    """Also in bfloat16, where near ties would show a row whose bits depend on the others of its forward."""
+    model, drafter = (copy.deepcopy(module).to(dtype) for module in pair(version, "cpu"))
     generic = Speculator(model, None, target_path="generic")
     plain = Speculator(model, None, quantize=quantize)
     spec = Speculator(model, drafter, quantize=quantize, path=path)
@@ -112,17 +116,43 @@ def test_drafted_text_is_the_targets_own(path: str, version: int, quantize: str 
         assert out.token_ids == want.token_ids
         assert out.stats.backends["target"] == f"fused layers, {word} weights"
         accepted += sum(out.stats.num_accepted)
-        if quantize is None:
+        if quantize is None and dtype == torch.float32:
             assert want.token_ids == generic.generate(ids, **options).token_ids
     assert accepted > 5
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_rows_of_a_forward_are_alone_to_the_last_bit(quantize: str | None) -> None:
+    """Logits and features of a chain and of a tree's branch are those of tokens that went through one by one."""
+    target = Target(copy.deepcopy(TINY["llama"]()).to(torch.bfloat16), (0, 1))
+    fast = FastTarget(target, quantize)
+    prompt, ids = torch.arange(1, 90)[None], torch.tensor([[5, 9, 3, 7, 2, 8, 4, 6]])
+    first = torch.zeros(1, 1, dtype=torch.int32)
+    caches = [fast.new_cache(1, 128) for _ in range(3)]
+    for cache in caches:
+        fast.prefill(prompt, cache)
+    alone = []
+    for token in ids[0]:
+        alone.append(fast.verify(token.view(1, 1), caches[0]))
+        fast.commit(caches[0], first, torch.zeros(1, dtype=torch.int32))
+    chain = fast.verify(ids, caches[1])
+    # Behind every node of the branch stands a sibling of the next one.
+    order, slots, parents = [0], [0], [-1]
+    for i in range(1, 8):
+        parents += [slots[-1], len(order)]
+        slots.append(len(order))
+        order += [i, 0]
+    branched = fast.verify(ids[:, order], caches[2], tree_of(parents))
+    for name in ("logits", "features"):
+        one = torch.cat([getattr(out, name) for out in alone], 1)
+        assert torch.equal(getattr(chain, name), one)
+        assert torch.equal(getattr(branched, name)[:, slots], one)
 
 
 def test_int8_is_what_decodes() -> None:
     """Weights that 8 bits cannot tell apart from others give the text of those."""
     model = TINY["llama"]()
     target = Target(model)
-    from pydflash.target_fast import FastTarget
-
     fast, exact = FastTarget(target, "int8"), FastTarget(target)
     ids = torch.arange(1, 9)[None]
     outputs = []
