@@ -50,8 +50,8 @@ def block_attention(
         depths: [B or 1, S], position of each slot relative to `lengths`.
         scale: factor on q·k, default D ** -0.5.
 
-    Returns: [B, Hq, S, D], a transposed view of [B, S, Hq, D]. A slot that sees nothing gives zeros. On a CPU a row has the
-        same bits whichever of its last keys lie in the block (depths 0 to 63), and whatever the other slots are.
+    Returns: [B, Hq, S, D], a transposed view of [B, S, Hq, D]. A slot that sees nothing gives zeros. On a CPU a row has
+        the same bits whichever of its last keys lie in the block (depths 0 to 63), and whatever the other slots are.
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
