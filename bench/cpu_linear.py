@@ -71,6 +71,7 @@ def main() -> None:
             with torch.inference_mode():
                 for _ in range(args.repeats + 1):
                     for side, calls in sides.items():
+                        time.sleep(0.02)  # until the threads of the side before no longer spin
                         begin = time.perf_counter()
                         for weight, call in zip(weights, calls, strict=True):
                             call(inputs[weight.shape[1]])

@@ -25,9 +25,11 @@ cpu::DecoderLinear check_linear(const char* op, const LinearParts& parts, const 
     weight.fail(text("of as many steps of ", 16 * inputs, " inputs as K = ", in_features, " needs"), text(steps));
   if ((out_features + 31) / 32 != panels)
     weight.fail(text("of as many panels of 32 outputs as N = ", out_features, " needs"), text(panels));
-  cpu::DecoderLinear linear{int(in_features), int(out_features), int(panels), int(steps), weight.data(), nullptr, nullptr};
+  cpu::DecoderLinear linear{int(in_features), int(out_features), int(panels), int(steps),
+                            weight.data(),    nullptr,           nullptr};
   if (scales_)
-    linear.scales = data_of<float>(TensorView(op, "scales", *scales_).float32().shape({out_features}, "[N]").contiguous());
+    linear.scales =
+        data_of<float>(TensorView(op, "scales", *scales_).float32().shape({out_features}, "[N]").contiguous());
   linear.bias = maybe_weight(op, "bias", bias_, like, {out_features}, "[N]");
   return linear;
 }
@@ -42,8 +44,8 @@ void packed_linear(Capsule x_, const LinearParts& parts, Capsule out_, uintptr_t
   if (out.empty()) return;
   if (x.dim(0) > 65535) x.fail("at most 65535 rows", text(x.dim(0)));
   const PackedLinearParams p{int(x.dim(0)), linear.in_features, linear.out_features, linear.panels, linear.steps,
-                             x.dtype(), x.data(), x.stride(0), linear.weight, linear.scales, linear.bias, out.data(),
-                             out.stride(0)};
+                             x.dtype(),     x.data(),           x.stride(0),         linear.weight, linear.scales,
+                             linear.bias,   out.data(),         out.stride(0)};
   py::gil_scoped_release nogil;
   backend::packed_linear(p, stream_of(stream, device));
 }
@@ -52,7 +54,8 @@ const void* check_norm(const Capsule& weight, const TensorView& like, int64_t si
   return TensorView("decoder", "norm", weight).like(like).shape({size}, "[size]").contiguous().data();
 }
 
-std::optional<cpu::DecoderConv> check_conv(const std::optional<ConvParts>& parts, const TensorView& like, int64_t hidden) {
+std::optional<cpu::DecoderConv> check_conv(const std::optional<ConvParts>& parts, const TensorView& like,
+                                           int64_t hidden) {
   if (!parts) return std::nullopt;
   const auto& [before_, after_, deltas_] = *parts;
   TensorView before("decoder", "before", before_), after("decoder", "after", after_);
@@ -85,13 +88,16 @@ class Decoder {
     const auto [heads, kv_heads, dim, rotary_dim] = sizes;
     if (dim < 8 || dim % 8 != 0 || dim > 256 || rotary_dim < 0 || rotary_dim > dim || rotary_dim % 2 != 0 ||
         kv_heads < 1 || heads % kv_heads != 0)
-      refuse(text("decoder: sizes must be heads in groups, of a dim that is a multiple of 8 up to 256, got ", heads, ", ",
-                  kv_heads, ", ", dim, ", ", rotary_dim));
+      refuse(text("decoder: sizes must be heads in groups, of a dim that is a multiple of 8 up to 256, got ", heads,
+                  ", ", kv_heads, ", ", dim, ", ", rotary_dim));
     const int64_t hidden = last.dim(0), queries = int64_t(heads) * dim;
-    const auto kind = [](const auto& n) { return cpu::DecoderNorm{float(std::get<0>(n)), float(std::get<1>(n)), std::get<2>(n)}; };
-    weights_ = {int(hidden), heads, kv_heads, dim, rotary_dim, interleaved, float(scale), last.dtype(), kind(norm),
-                kind(head_norm), last.data(), {}};
-    for (const auto& [input, q, k, post, qkv, output, gate_up, down, window, causal, attention_conv, mlp_conv] : layers) {
+    const auto kind = [](const auto& n) {
+      return cpu::DecoderNorm{float(std::get<0>(n)), float(std::get<1>(n)), std::get<2>(n)};
+    };
+    weights_ = {int(hidden),  heads,      kv_heads,        dim,         rotary_dim, interleaved, float(scale),
+                last.dtype(), kind(norm), kind(head_norm), last.data(), {}};
+    for (const auto& [input, q, k, post, qkv, output, gate_up, down, window, causal, attention_conv, mlp_conv] :
+         layers) {
       cpu::DecoderLayer layer{check_norm(input, last, hidden),
                               maybe_weight("decoder", "q_norm", q, last, {dim}, "[D]"),
                               maybe_weight("decoder", "k_norm", k, last, {dim}, "[D]"),
@@ -113,9 +119,9 @@ class Decoder {
   }
 
   // taken: [taps, B, S, H] for the layers `taps`.
-  void forward(Capsule x_, Capsule out_, Capsule k_cache_, Capsule v_cache_, Capsule lengths_, Capsule cos_, Capsule sin_,
-               Capsule depths_, Capsule visibility_, MaybeCapsule causal_, Capsule k_block_, Capsule v_block_,
-               const std::vector<int>& taps, Capsule taken_) const {
+  void forward(Capsule x_, Capsule out_, Capsule k_cache_, Capsule v_cache_, Capsule lengths_, Capsule cos_,
+               Capsule sin_, Capsule depths_, Capsule visibility_, MaybeCapsule causal_, Capsule k_block_,
+               Capsule v_block_, const std::vector<int>& taps, Capsule taken_) const {
     const char* op = "decoder";
     TensorView x(op, "x", x_), out(op, "out", out_), kc(op, "k_cache", k_cache_), vc(op, "v_cache", v_cache_),
         lengths(op, "lengths", lengths_), cos(op, "cos", cos_), sin(op, "sin", sin_), depths(op, "depths", depths_),
@@ -149,7 +155,8 @@ class Decoder {
     }
     call.taken.assign(size_t(layers), nullptr);
     for (size_t i = 0; i < taps.size(); ++i) {
-      if (taps[i] < 0 || taps[i] >= layers) refuse(text("decoder: taps must be layers below ", layers, ", got ", taps[i]));
+      if (taps[i] < 0 || taps[i] >= layers)
+        refuse(text("decoder: taps must be layers below ", layers, ", got ", taps[i]));
       call.taken[size_t(taps[i])] =
           static_cast<char*>(taken.data()) + int64_t(i) * batch * slots * weights_.hidden * x.element_size();
     }

@@ -50,7 +50,9 @@ class Crew {
     job_.store(&job);
     call_.fetch_add(1);
     if (asleep_.load() > 0) {
-      { std::lock_guard<std::mutex> lock(sleep_); }  // who counts as asleep and has seen no call is waiting by now
+      {
+        std::lock_guard<std::mutex> lock(sleep_);
+      }  // who counts as asleep and has seen no call is waiting by now
       wake_.notify_all();
     }
     job.work(0);

@@ -13,7 +13,10 @@ namespace {
 class Forward {
  public:
   Forward(const DecoderWeights& weights, const DecoderCall& call)
-      : w_(weights), c_(call), rows_(call.batch * call.slots), element_(weights.dtype == DType::f32 ? 4 : 2),
+      : w_(weights),
+        c_(call),
+        rows_(call.batch * call.slots),
+        element_(weights.dtype == DType::f32 ? 4 : 2),
         row_bytes_(int64_t(weights.hidden) * element_) {}
 
   void operator()() {
@@ -65,17 +68,26 @@ class Forward {
   }
 
   void linear(const DecoderLinear& layer, const void* x, void* out) const {
-    packed_linear(PackedLinearParams{rows_, layer.in_features, layer.out_features, layer.panels, layer.steps, w_.dtype, x,
-                                     layer.in_features, layer.weight, layer.scales, layer.bias, out,
-                                     layer.out_features},
-                  {});
+    packed_linear(
+        PackedLinearParams{rows_, layer.in_features, layer.out_features, layer.panels, layer.steps, w_.dtype, x,
+                           layer.in_features, layer.weight, layer.scales, layer.bias, out, layer.out_features},
+        {});
   }
 
   void convolve(const DecoderConv& conv, const void* x, const void* base, int which, void* out) const {
     const int64_t taps = conv.taps, groups = conv.groups, slot = 2 * taps * groups;
-    BlockConvParams p{c_.batch, c_.slots, w_.hidden, conv.taps, conv.groups, w_.dtype, x, base,
-                      static_cast<const char*>(deltas_) + which * taps * groups * element_, out,
-                      {int64_t(c_.slots) * w_.hidden, w_.hidden}, {c_.slots * slot, slot, groups}};
+    BlockConvParams p{c_.batch,
+                      c_.slots,
+                      w_.hidden,
+                      conv.taps,
+                      conv.groups,
+                      w_.dtype,
+                      x,
+                      base,
+                      static_cast<const char*>(deltas_) + which * taps * groups * element_,
+                      out,
+                      {int64_t(c_.slots) * w_.hidden, w_.hidden},
+                      {c_.slots * slot, slot, groups}};
     block_conv(p, {});
   }
 

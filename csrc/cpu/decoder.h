@@ -49,8 +49,8 @@ struct DecoderWeights {
 // One forward. Keys and values of the block are written, the caches are read; strides as in BlockAttentionParams.
 struct DecoderCall {
   int batch, slots;
-  const void* x;  // [batch, slots, hidden]
-  void* out;      // the same: final-normed
+  const void* x;                  // [batch, slots, hidden]
+  void* out;                      // the same: final-normed
   const void *k_cache, *v_cache;  // [layers, batch, num_kv_heads, capacity, head_dim]
   int64_t cache_stride[4];        // [layer, batch, head, row], of both
   int64_t capacity;

