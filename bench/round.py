@@ -3,28 +3,26 @@
     python bench/round.py --json bench/results/round.json
 
 Runs SmolLM2-135M-Instruct (fetched on first use) with the drafter in models/, or an untrained one. One process, medians
-over rounds. "own" is top-k, path, accept, commit, hooks and bookkeeping; the bar is 3 % of the round.
+over rounds. "own" is top-k, path, accept, commit and bookkeeping.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from machine import machine
 from rich.console import Console
 from rich.table import Table
 
-from pydflash import Drafter, Speculator
+from pydflash import Speculator
 from pydflash.demo import pick_drafter
+from pydflash.host_loop import HostLoop
 from pydflash.smollm2 import ensure_smollm2
 
 
@@ -41,12 +39,11 @@ def timed(function: Callable[..., Any], clock: dict[str, float], name: str) -> C
 
 def measure(spec: Speculator, prompts: list[str], tokens: int, temperature: float) -> dict[str, Any]:
     clock: dict[str, float] = {}
-    drafter = spec.drafter
-    assert isinstance(drafter, Drafter)
-    undo = [(spec.target.model, "forward"), (drafter, "forward"), (drafter, "logits"), (drafter, "context_keys")]
-    undo.append((drafter, "fuse"))
+    loop = spec._loop
+    assert isinstance(loop, HostLoop)
+    undo = [(loop.target, "verify"), *((loop.drafter, name) for name in ("append_context", "hidden", "logits"))]
     for owner, name in undo:
-        label = "target" if owner is spec.target.model else "drafter"
+        label = "target" if owner is loop.target else "drafter"
         object.__setattr__(owner, name, timed(getattr(owner, name), clock, label))
     rounds: list[dict[str, float]] = []
     try:

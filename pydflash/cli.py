@@ -101,7 +101,9 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         choices=("int8",),
         help="on a CPU: target and drafter with 8-bit weights; the text is then that of the quantised target",
     )
-    generate.add_argument("--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (default)")
+    generate.add_argument(
+        "--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (a tree's default)"
+    )
     generate.add_argument(
         "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
     )
@@ -194,7 +196,9 @@ def _add_decoding(command: argparse.ArgumentParser, max_new_tokens: int) -> None
         help="native: the compiled ops; reference: plain torch on any device; default: auto, which is native",
     )
     command.add_argument(
-        "--dtype", choices=_DTYPES, help="default: the model's own, or bfloat16 in the demo; float32 is exact"
+        "--dtype",
+        choices=_DTYPES,
+        help="default: the model's own, or bfloat16 in the demo; float32 is exact everywhere",
     )
 
 

@@ -74,6 +74,6 @@ class Stats:
         )
         if any(self.num_drafted):
             line += f", acceptance length {self.acceptance_length:.2f}"
-        if self.num_verified and self.num_verified != self.num_drafted:
+        if sum(self.num_verified) > sum(self.num_drafted):  # a tree's
             line += f", {sum(self.num_verified) / self.rounds:.0f} nodes a round"
         return line

@@ -44,7 +44,13 @@ def local_folder(path_or_id: str | os.PathLike[str], revision: str | None) -> Pa
         raise FileNotFoundError(f"load_checkpoint: path_or_id must be {expected}, got {os.fspath(path_or_id)!r}")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES))
+    try:
+        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:  # of the hub, the network, or the disk
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise OSError(
+            f"load_checkpoint: there is no folder {path_or_id!r} here, and as a hub id it cannot be had: {said}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import os
@@ -385,6 +386,18 @@ def test_report_contract_fails_a_wrong_text(pair: tuple[Path, Path], target: Tar
     assert "held" in shown
     assert "the texts part at token 5" in shown
     assert "BROKEN" in shown
+
+
+def test_texts_of_packed_weights_are_equal_or_broken(pair: tuple[Path, Path], target: Target) -> None:
+    """In 16 bits too; how far the model's own forward is from the packed one says nothing of the drafts."""
+    console = Console(file=io.StringIO())
+    half = Target(copy.deepcopy(target.model).bfloat16())
+    text, other = [5, 6, 7], [5, 6, 8]
+    assert demo.report_contract(console, half, [1, 2, 3], text, text, alike=True) == 0
+    assert demo.report_contract(console, half, [1, 2, 3], text, other, alike=True) == 1
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "held (packed weights: drafts change no bit)" in shown
+    assert "BROKEN (with packed weights the texts must be equal)" in shown
 
 
 def test_report_contract_checks_equal_texts_against_the_target(pair: tuple[Path, Path], target: Target) -> None:

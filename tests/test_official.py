@@ -43,7 +43,8 @@ def test_hidden_states_and_path_match(pair: tuple[Drafter, nn.Module], pieces: l
     ids = torch.tensor([[11] + [drafter.config.mask_token_id] * (size - 1)])
     rows = table[ids] * drafter.config.input_embedding_scale
     want = official_hidden(official, rows, features)
-    torch.testing.assert_close(drafter.hidden(anchor, cache, table, size), want, rtol=0, atol=1e-5)
+    # In float32 both are up to 1e-5 away from float64, each in its own direction.
+    torch.testing.assert_close(drafter.hidden(anchor, cache, table, size), want, rtol=0, atol=2e-5)
 
     proposal = drafter.propose(anchor, cache, embed=table, head=head)
     if drafter.config.version == 1:
