@@ -16,6 +16,7 @@ from . import fused
 from ._native_fused import packed_parts
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)  # that weights keep in panels
+_ROWS = 8192  # of one call, which keeps memory for all of them
 _SHARE = 0.5  # of the memory that is free, at most, for copies
 
 
@@ -44,6 +45,8 @@ class Packed:
         return self  # never changes
 
     def __call__(self, x: Tensor) -> Tensor:
+        if len(x) > _ROWS:
+            return torch.cat([self(part) for part in x.split(_ROWS)])
         return fused.packed_linear(x, self._weight, self._scales, self._bias, self._out_features)
 
     def parts(self) -> tuple[object, ...]:

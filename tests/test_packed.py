@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -161,6 +162,30 @@ def test_rows_of_a_forward_are_alone_to_the_last_bit(quantize: str | None) -> No
         one = torch.cat([getattr(out, name) for out in alone], 1)
         assert torch.equal(getattr(chain, name), one)
         assert torch.equal(getattr(branched, name)[:, slots], one)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_pickled_speculator_decodes_the_same(quantize: str | None) -> None:
+    model, drafter = pair(1, "cpu")
+    spec = Speculator(model, drafter, quantize=quantize)
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "stop_token_ids": []}
+    want, got = (one.generate([1, 2, 3], **options) for one in (spec, pickle.loads(pickle.dumps(spec))))
+    assert got.token_ids == want.token_ids
+    assert got.stats.num_accepted == want.stats.num_accepted
+
+
+def test_a_context_of_more_rows_than_one_call_takes() -> None:
+    drafter = build_drafter(1, num_hidden_layers=1, layer_types=["full_attention"]).float()
+    one = PackedDrafter.of(drafter, Packed)
+    assert one is not None
+    features = weight_of(66000, drafter.fc.in_features, torch.float32)[None]
+    with torch.inference_mode():
+        caches = [module.new_cache(1, features.shape[1]) for module in (drafter, one)]
+        for module, cache in zip((drafter, one), caches, strict=True):
+            module.append_context(features, cache)
+    assert caches[1].lengths.tolist() == [66000]
+    for name in ("k", "v"):
+        torch.testing.assert_close(getattr(caches[1], name), getattr(caches[0], name), rtol=1e-3, atol=1e-3)
 
 
 def test_int8_is_what_decodes() -> None:
