@@ -59,6 +59,9 @@ class Program:
     def __deepcopy__(self, memo: object) -> Program:
         return self  # never changes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _absent, ()  # addresses cannot be pickled; the next request packs anew
+
     def __call__(
         self, x: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor], block: Block, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -92,6 +95,10 @@ class Program:
         if conv is None:
             return None
         return self._capsule(conv.before), self._capsule(conv.after), self._linear(conv.deltas)
+
+
+def _absent() -> None:
+    return None
 
 
 def _norm(norm: Norm) -> tuple[float, float, bool]:

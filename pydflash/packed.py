@@ -16,6 +16,7 @@ from . import fused
 from ._native_fused import packed_parts
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)  # that weights keep in panels
+_ROWS = 8192  # of one call, which keeps memory for all of them
 _SHARE = 0.5  # of the memory that is free, at most, for copies
 
 
@@ -44,6 +45,8 @@ class Packed:
         return self  # never changes
 
     def __call__(self, x: Tensor) -> Tensor:
+        if len(x) > _ROWS:
+            return torch.cat([self(part) for part in x.split(_ROWS)])
         return fused.packed_linear(x, self._weight, self._scales, self._bias, self._out_features)
 
     def parts(self) -> tuple[object, ...]:
@@ -61,13 +64,20 @@ class Int8(Packed):
         return panels_of(wide.div_(scales).round_().to(torch.int8))
 
 
+def mark_of(tensor: Tensor) -> tuple[object, ...]:
+    """Another one once a tensor moved or changed; those made in inference mode do not tell whether they changed."""
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version
+
+
 _KEPT: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
 
 
 def pack(kind: type[Packed], weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Packed:
     """Weights [N_i, K] side by side as one layer; those who pack the same unchanged tensors share it."""
-    key = (kind, *((w.data_ptr(), w.dtype, w.shape, None if w.is_inference() else w._version) for w in weights))
-    found = None if any(w.is_inference() for w in weights) else _KEPT.get(key)
+    held = [t for t in (*weights, *biases) if t is not None]
+    key = (kind, *map(mark_of, weights), *(None if b is None else mark_of(b) for b in biases))
+    found = None if any(t.is_inference() for t in held) else _KEPT.get(key)
     if found is None:
         bias = None
         if any(b is not None for b in biases):

@@ -185,6 +185,18 @@ class FastTarget:
         else:
             self.weights = f"weights not packed: {fault}"
 
+    def _renewed(self, own: Recognised) -> Recognised:
+        """What has changed since the last request: weights in place, or other tensors and modules."""
+        if self.target.model.dtype != self.dtype:
+            self._refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
+        try:
+            own = own.renewed()
+        except UnknownForm as error:
+            self._refuse("layers of the common form, as when it was taken", f"others: they need {error}")
+        if self._kind is not None:
+            own.pack(self._kind)
+        return own
+
     @property
     def head(self) -> Any:
         """The target's head, packed where the layers are."""
@@ -205,8 +217,8 @@ class FastTarget:
     def prefill_chunks(self, ids: Tensor, cache: FastCache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
         self._check_open("prefill")
-        if self.recognised is not None and self._kind is not None:
-            self.recognised.pack(self._kind)  # what has changed since the last request
+        if self.recognised is not None and self.device.type == "cpu":
+            self.recognised = self._renewed(self.recognised)
         start = int(cache.lengths[row])
         size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
         for part in ids.split(size, 1):

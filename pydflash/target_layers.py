@@ -55,6 +55,7 @@ class Recognised:
         dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self._windows, self._sizes = windows, (heads, kv_heads, dim)
+        self._mark = _mark_of(target.model)
         layers = self._layers()
         norm = _norm_of(first.input_layernorm)
         q_norm = getattr(attention, "q_norm", None)
@@ -79,6 +80,13 @@ class Recognised:
 
     def _layers(self) -> list[LayerWeights]:
         return [_layer(layer, self._windows.get(i, 0), self._sizes) for i, layer in enumerate(self.target.layers)]
+
+    def renewed(self) -> Recognised:
+        """Itself, or another one where modules or tensors of the model have been exchanged since.
+
+        Raises: UnknownForm where its layers are no longer of the common form.
+        """
+        return self if self._mark == _mark_of(self.target.model) else Recognised(self.target, self._windows)
 
     def join_weights(self) -> None:
         """Move the weights that read the same input to one place each, so that they are one product."""
@@ -133,6 +141,14 @@ def _body(target: Target) -> nn.Module:
         if any(child is target.layers for child in module.children()):
             return module
     raise UnknownForm("layers inside the model")
+
+
+def _mark_of(model: nn.Module) -> tuple[object, ...]:
+    """Another one once a module or the memory of a parameter is another."""
+    return tuple(
+        (type(module), *((p.data_ptr(), p.dtype) for p in module._parameters.values() if p is not None))
+        for module in model.modules()
+    )
 
 
 def _unknown(expected: str, got: object) -> NoReturn:

@@ -79,3 +79,26 @@ def test_threads_sleep_when_idle() -> None:
         "begin = time.process_time(); time.sleep(0.3); print(time.process_time() - begin)\n"
     )
     assert float(out) < 0.1
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts what each thread does, as Linux tells it")
+def test_threads_of_an_earlier_call_sleep_through_smaller_ones() -> None:
+    """40 were had once; the calls of 2 threads after that do not wake the others."""
+    out = run(
+        "import time\n"
+        "def switches():\n"
+        "    held = {}\n"
+        "    for task in os.listdir('/proc/self/task'):\n"
+        "        lines = open(f'/proc/self/task/{task}/status').read().splitlines()\n"
+        "        held[task] = next(int(x.split()[1]) for x in lines if x.startswith('voluntary'))\n"
+        "    return held\n"
+        "torch.set_num_threads(40); layer(x)\n"
+        "torch.set_num_threads(2)\n"
+        "for _ in range(20): layer(x); time.sleep(0.005)\n"
+        "before = switches()\n"
+        "for _ in range(50): layer(x); time.sleep(0.005)\n"
+        "print(len(before), sum(count > before[task] + 10 for task, count in switches().items()))\n"
+    )
+    threads, woken = map(int, out.split())
+    assert threads >= 40
+    assert woken < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_equal_tensors_are_packed_once_and_changed_ones_anew() -> None:
         assert pack(Packed, (hidden,), (None,)) is not pack(Packed, (hidden,), (None,))
 
 
+def test_layers_of_the_same_weight_that_differ_elsewhere_are_not_shared() -> None:
+    """In their bias, also where that alone was changed in place, and in how the weight lies in memory."""
+    weight, bias, x = (weight_of(rows, 16, torch.float32, rows) for rows in (16, 1, 2))
+    first = pack(Packed, (weight,), (bias[0],))
+    assert pack(Packed, (weight,), (bias[0],)) is first
+    other = pack(Packed, (weight,), (bias[0].clone() + 1,))
+    torch.testing.assert_close(other(x), first(x) + 1)
+    turned = pack(Packed, (weight.t(),), (bias[0],))
+    torch.testing.assert_close(turned(x), F.linear(x, weight.t(), bias[0]))
+    bias.add_(2)
+    again = pack(Packed, (weight,), (bias[0],))
+    torch.testing.assert_close(again(x), F.linear(x, weight, bias[0]))
+
+
 def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packing_fault(torch.float32, 1000) is None
     assert "float64" in str(packing_fault(torch.float64, 1000))
@@ -149,6 +164,30 @@ def test_rows_of_a_forward_are_alone_to_the_last_bit(quantize: str | None) -> No
         assert torch.equal(getattr(branched, name)[:, slots], one)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_pickled_speculator_decodes_the_same(quantize: str | None) -> None:
+    model, drafter = pair(1, "cpu")
+    spec = Speculator(model, drafter, quantize=quantize)
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0, "stop_token_ids": []}
+    want, got = (one.generate([1, 2, 3], **options) for one in (spec, pickle.loads(pickle.dumps(spec))))
+    assert got.token_ids == want.token_ids
+    assert got.stats.num_accepted == want.stats.num_accepted
+
+
+def test_a_context_of_more_rows_than_one_call_takes() -> None:
+    drafter = build_drafter(1, num_hidden_layers=1, layer_types=["full_attention"]).float()
+    one = PackedDrafter.of(drafter, Packed)
+    assert one is not None
+    features = weight_of(66000, drafter.fc.in_features, torch.float32)[None]
+    with torch.inference_mode():
+        caches = [module.new_cache(1, features.shape[1]) for module in (drafter, one)]
+        for module, cache in zip((drafter, one), caches, strict=True):
+            module.append_context(features, cache)
+    assert caches[1].lengths.tolist() == [66000]
+    for name in ("k", "v"):
+        torch.testing.assert_close(getattr(caches[1], name), getattr(caches[0], name), rtol=1e-3, atol=1e-3)
+
+
 def test_int8_is_what_decodes() -> None:
     """Weights that 8 bits cannot tell apart from others give the text of those."""
     model = TINY["llama"]()
@@ -180,6 +219,52 @@ def test_a_packed_drafter_proposes_what_the_drafter_does(version: int) -> None:
             found.append(module.propose(torch.tensor([3]), cache, embed=table, head=head))
     assert torch.equal(found[0].candidates, found[1].candidates)
     torch.testing.assert_close(found[0].scores, found[1].scores, rtol=1e-4, atol=1e-4)
+
+
+def _biases(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(weight_of(1, len(parameter), parameter.dtype)[0])
+
+
+def _assigned(model: Any) -> None:
+    held = {name: value + weight_of(1, value.shape[-1], value.dtype)[0] for name, value in model.state_dict().items()}
+    model.load_state_dict(held, assign=True)
+
+
+def _data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.3 * weight_of(1, parameter.shape[-1], parameter.dtype)[0]
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("change", [_biases, _assigned, _data])
+def test_a_changed_model_is_noticed_by_the_next_request(change: Any, quantize: str | None) -> None:
+    """Biases alone, and tensors that take the place of others; a copy of a Speculator notices for itself."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": []}
+    first = Speculator(TINY["qwen2"](), None, quantize=quantize)
+    before = first.generate([1, 2, 3], **options).token_ids
+    for spec in (copy.deepcopy(first), first):
+        assert spec.generate([1, 2, 3], **options).token_ids == before
+        change(spec.target.model)
+        anew = Speculator(copy.deepcopy(spec.target.model), None, quantize=quantize)
+        want = anew.generate([1, 2, 3], **options).token_ids
+        assert want != before
+        assert spec.generate([1, 2, 3], **options).token_ids == want
+
+
+def test_a_model_that_became_another_is_refused() -> None:
+    model = TINY["llama"]()
+    spec = Speculator(model, None)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"parameters of torch.float32, as when it was taken, got torch.bfloat16"):
+        spec.generate([1, 2], 2)
+    model.float()
+    assert len(spec.generate([1, 2], 2, stop_token_ids=[]).token_ids) == 2
+    model.model.layers[1].mlp.down_proj = torch.nn.Sequential(model.model.layers[1].mlp.down_proj)
+    with pytest.raises(ValueError, match=r"as when it was taken, got others: they need plain linear layers"):
+        spec.generate([1, 2], 2)
 
 
 @pytest.mark.parametrize(

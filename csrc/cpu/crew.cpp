@@ -47,6 +47,7 @@ class Crew {
     if (inside || !mine.owns_lock()) return job.work(0);
     inside = true;
     hire(job.threads - 1);
+    want(job.threads);
     job_.store(&job);
     call_.fetch_add(1);
     if (asleep_.load() > 0) {
@@ -69,15 +70,30 @@ class Crew {
     }
   }
 
+  // Threads of an earlier, larger call would wake at each call and take the cores of those that have work.
+  void want(int threads) {
+    if (wanted_.load() == threads) return;
+    {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wanted_.store(threads);
+    }
+    spare_.notify_all();
+  }
+
   void serve(int thread, uint64_t seen) {
     inside = true;
     for (;;) {
-      for (int spins = 0; call_.load(std::memory_order_acquire) == seen; ++spins) {
-        if (spins < kSpins) {
+      for (int spins = 0; thread >= wanted_.load() || call_.load(std::memory_order_acquire) == seen; ++spins) {
+        const bool spare = thread >= wanted_.load();
+        if (spins < kSpins && !spare) {
           pause();
           continue;
         }
         std::unique_lock<std::mutex> lock(sleep_);
+        if (spare) {
+          spare_.wait(lock, [&] { return thread < wanted_.load(); });
+          continue;
+        }
         asleep_.fetch_add(1);
         wake_.wait(lock, [&] { return call_.load() != seen; });
         asleep_.fetch_sub(1);
@@ -92,11 +108,11 @@ class Crew {
   }
 
   std::mutex caller_, sleep_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, spare_;
   alignas(64) std::atomic<uint64_t> call_{0};
   alignas(64) std::atomic<Job*> job_{nullptr};
   alignas(64) std::atomic<int> working_{0};
-  std::atomic<int> asleep_{0};
+  std::atomic<int> asleep_{0}, wanted_{0};
   int hired_ = 0;
 };
 
