@@ -21,6 +21,8 @@ cpu::DecoderLinear check_linear(const char* op, const LinearParts& parts, const 
   const int inputs = scales_ ? 4 : like.dtype() == DType::f32 ? 1 : 2;
   weight.shape({-1, -1, 2, 16, 16, inputs}, "[panels, steps, 2, 16, 16, inputs of a word]").contiguous();
   const int64_t panels = weight.dim(0), steps = weight.dim(1);
+  if (scales_ && in_features > 133000)  // 127 * 127 * K must fit in 32 bits
+    weight.fail("of at most 133000 inputs where there are scales", text(in_features));
   if ((in_features + 16 * inputs - 1) / (16 * inputs) != steps)
     weight.fail(text("of as many steps of ", 16 * inputs, " inputs as K = ", in_features, " needs"), text(steps));
   if ((out_features + 31) / 32 != panels)

@@ -162,8 +162,8 @@ def report_contract(
         how = "packed weights: drafts change no bit" if alike else "checked in one forward of each whole text"
         console.print(f"[green]exactness contract: held[/] ({how})")
         return 0
-    where = "with packed weights" if alike else "in float32"
-    why = f"a token lies {excess:.3f} beyond the margin" if excess > 0 else f"{where} the texts must be equal"
+    case = "with packed weights" if alike else "in float32"
+    why = f"a token lies {excess:.3f} beyond the margin" if excess > 0 else f"{case} the texts must be equal"
     console.print(f"[red]exactness contract: BROKEN[/] ({why})")
     return 1
 

@@ -61,9 +61,12 @@ def run(text: str) -> str:
 def test_a_child_of_fork_has_threads_of_its_own() -> None:
     """Forked after the parent's threads began, while they wait or sleep; both go on."""
     out = run(
-        "want = layer(x)\n"
+        "import faulthandler\n"
+        "bits = lambda: layer(x).view(torch.int16).tolist()\n"  # no work for torch's own threads, which do not fork
+        "want = bits()\n"
         "child = os.fork()\n"
-        "same = all(torch.equal(layer(x), want) for _ in range(50))\n"
+        "faulthandler.dump_traceback_later(60, exit=True)\n"
+        "same = all(bits() == want for _ in range(20))\n"
         "if child == 0: os._exit(0 if same else 1)\n"
         "print(same, os.waitpid(child, 0)[1])\n"
     )

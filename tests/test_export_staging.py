@@ -112,9 +112,10 @@ def test_what_is_in_the_way_is_refused(work: Path) -> None:
 # --- exports that are ended --------------------------------------------------------------------------------------
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from pydflash.cli import main
 from pydflash.export import write
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 def wait(*_):
     print("comparing", flush=True)
     time.sleep(120)

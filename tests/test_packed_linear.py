@@ -141,6 +141,12 @@ def test_sizes_of_nothing() -> None:
     assert fused.packed_linear(torch.zeros(0, 96).bfloat16(), weight, None, None, 40).shape == (0, 40)
 
 
+def test_whole_sums_that_may_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight must be of at most 133000 inputs where there are scales, got 133001"):
+        Int8(torch.ones(1, 133001), None)(torch.ones(1, 133001))
+    assert Int8(torch.ones(1, 133000), None)(torch.ones(1, 133000)).item() == 133000
+
+
 def test_panels_hold_every_weight_once() -> None:
     for dtype, inputs in ((torch.float32, 1), (torch.bfloat16, 2), (torch.int8, 4)):
         weight = torch.arange(1, 34 * 70 + 1).reshape(34, 70).remainder(127).to(dtype)
