@@ -145,10 +145,16 @@ def _body(target: Target) -> nn.Module:
 
 def _mark_of(model: nn.Module) -> tuple[object, ...]:
     """Another one once a module or the memory of a parameter is another."""
-    return tuple(
-        (type(module), *((p.data_ptr(), p.dtype) for p in module._parameters.values() if p is not None))
-        for module in model.modules()
-    )
+    held = ((type(module), *filter(None, map(_place, module._parameters.values()))) for module in model.modules())
+    return tuple(held)
+
+
+def _place(parameter: Tensor | None) -> tuple[object, ...] | None:
+    """Where a parameter lies; one that is several tensors, as quantised ones are, has no memory of its own."""
+    if parameter is None:
+        return None
+    several = hasattr(parameter, "__tensor_flatten__")
+    return id(parameter) if several else parameter.data_ptr(), parameter.dtype
 
 
 def _unknown(expected: str, got: object) -> NoReturn:
