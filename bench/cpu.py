@@ -1,7 +1,7 @@
 """Whole texts on a CPU: plain, drafted and 8-bit, beside transformers' generate and llama.cpp.
 
     python bench/cpu.py --prompts gsm8k.jsonl humaneval.jsonl mbpp.jsonl mt_bench.jsonl vicuna.jsonl \\
-        --gguf SmolLM2-135M-Instruct.Q4_1.gguf --onnx smollm2-draft --json bench/results/cpu.json
+        --num-prompts 2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf --onnx smollm2-draft --json bench/results/cpu.json
 
 SmolLM2-135M-Instruct in bfloat16 with the drafter in models/, greedy. The methods take turns prompt by prompt; speeds
 are of the decoding alone, from the first token to the last. A ratio is the median over prompts of the two speeds'
