@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import fused
+from . import _backends, fused
 from ._native_fused import packed_parts
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)  # that weights keep in panels
@@ -91,6 +91,8 @@ def pack(kind: type[Packed], weights: tuple[Tensor, ...], biases: tuple[Tensor |
 
 def packing_fault(dtype: torch.dtype, nbytes: int, quantize: str | None = None) -> str | None:
     """Why weights of this dtype and size in bytes are not packed here, or None."""
+    if (backend := _backends.name_for("cpu")) != "cpu":
+        return f"the {backend} backend has no packed layers"
     if quantize is None and dtype not in PACKED_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} has no packed form"
     free = _free_memory()

@@ -152,7 +152,7 @@ def test_leaves_and_the_named_edges() -> None:
     assert found["_native"] == {"_backends"}
     assert found["fused"] == {"_native_fused", "ops"}
     assert found["_native_fused"] == {"_backends", "_native", "reference_fused"}
-    assert found["packed"] == {"_native_fused", "fused"}
+    assert found["packed"] == {"_backends", "_native_fused", "fused"}
     assert found["decoder_program"] == {"_backends", "_native", "cache", "packed"}
     assert found["decoder"] == {"adjacent", "cache", "decoder_program", "fused", "ops", "packed"}
     for name in CONFIG:

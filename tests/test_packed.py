@@ -14,7 +14,7 @@ from tiny_models import TINY
 from torch import Tensor
 from torch.nn import functional as F
 
-from pydflash import Speculator, Target, packed
+from pydflash import Speculator, Target, _backends, packed
 from pydflash.drafter_packed import PackedDrafter
 from pydflash.packed import Int8, Packed, pack, packing_fault
 from pydflash.target_fast import FastTarget
@@ -101,6 +101,8 @@ def test_layers_of_the_same_weight_that_differ_elsewhere_are_not_shared() -> Non
 def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packing_fault(torch.float32, 1000) is None
     assert "float64" in str(packing_fault(torch.float64, 1000))
+    with _backends.running("sycl"):  # its kernels on tensors of the CPU
+        assert packing_fault(torch.float32, 1000) == "the sycl backend has no packed layers"
     monkeypatch.setattr(packed, "_free_memory", lambda: 10 * 10**9)
     assert packing_fault(torch.float32, 4 * 10**9) is None
     assert packing_fault(torch.float32, 6 * 10**9) == "a copy of the weights takes 6.0 GB, and 10.0 GB are free"
