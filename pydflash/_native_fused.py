@@ -218,14 +218,14 @@ def _reference_norm(
 for _name, _impl, _plain in (
     ("add_rms_norm", add_rms_norm, _reference_norm),
     ("swiglu", swiglu, reference.swiglu),
-    ("packed_linear", packed_linear, reference.packed_linear),
     ("head_norm_rope", head_norm_rope, reference.head_norm_rope),
     ("context_append", context_append, reference.context_append),
     ("round_commit", round_commit, reference.round_commit),
 ):
-    for _key in ("CUDA", "XPU") if _impl is not packed_linear else ():
+    for _key in ("CUDA", "XPU"):
         library.impl(_name, _impl, _key)
     library.impl(_name, _on_cpu(_impl, _plain), "CPU")
+library.impl("packed_linear", _on_cpu(packed_linear, reference.packed_linear), "CPU")
 library.impl("skinny_linear", skinny_linear, "CUDA")
 library.impl("skinny_linear", reference.skinny_linear, "CPU")
 

@@ -9,7 +9,7 @@ from .cache import KVCache
 from .decoder import Projection
 from .drafter import Drafter
 from .drafter_decoder import DrafterDecoder, decoder_of
-from .packed import Packed
+from .packed import Packed, mark_of
 
 
 class PackedDrafter(Drafter):
@@ -34,7 +34,7 @@ class PackedDrafter(Drafter):
     def _refresh(self) -> None:
         """Pack anew what has changed. Parameters made in inference mode do not tell whether they have."""
         held = list(self.parameters())
-        mark = tuple((p.data_ptr(), p.dtype, None if p.is_inference() else p._version) for p in held)
+        mark = tuple(map(mark_of, held))
         if mark == self._mark and not any(p.is_inference() for p in held):
             return
         with torch.no_grad():
