@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from pydflash import _backends, ops
+from pydflash import ops
+from pydflash.ops import backends
 
 Sides = dict[str, Callable[[], object]]
 MODELS = {"SmolLM2-135M": (9, 3, 64, 30), "Qwen3-8B": (32, 8, 128, 36)}  # query heads, KV heads, head_dim, layers
@@ -164,9 +165,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    module = _backends.load("cpu").module
+    module = backends.load("cpu").module
     if module is None:
-        raise SystemExit(f"the cpu backend is not usable: {_backends.load('cpu').reason}")
+        raise SystemExit(f"the cpu backend is not usable: {backends.load('cpu').reason}")
     if args.level:
         module.select_level(args.level)
     setup: dict[str, Any] = machine() | {"repeats": args.repeats}

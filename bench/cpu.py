@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pydflash import Drafter, Speculator, Target
-from pydflash.bench import first_turn
-from pydflash.demo import pick_drafter
-from pydflash.smollm2 import ensure_smollm2
-from pydflash.target import load_tokenizer
+from pydflash.bench.run import first_turn
+from pydflash.checkpoints.smollm2 import ensure_smollm2
+from pydflash.cli.demo import pick_drafter
+from pydflash.target.generic import load_tokenizer
 from pydflash.text import encode
 from pydflash.training.prompts import read_prompts
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from pydflash.packed import Int8, Packed
+from pydflash.decoder.formats import Int8, Packed
 
 # Layers, and each layer's [out_features, in_features]; of the larger model a few layers show the same.
 MODELS = {

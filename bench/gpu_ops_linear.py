@@ -26,7 +26,7 @@ from machine import machine
 from torch import Tensor
 from torch.nn import functional as F
 
-from pydflash import fused
+from pydflash import ops
 
 DTYPE = torch.bfloat16
 ROTATION = 2 << 30  # bytes of weights that one graph goes through
@@ -84,7 +84,7 @@ def single(
     results = []
     for count in rows:
         x = torch.randn(count, in_features, dtype=DTYPE, device="cuda")
-        ours = graph_ms(lambda x=x: [fused.skinny_linear(x, w, None, gated) for w in sets], repeats)
+        ours = graph_ms(lambda x=x: [ops.skinny_linear(x, w, None, gated) for w in sets], repeats)
         cublas = graph_ms(lambda x=x: [F.linear(x, w) for w in joined], repeats)
         results.append(
             {"rows": count, "bytes": one, "ours_us": ours / copies * 1e3, "cublas_us": cublas / copies * 1e3}
@@ -99,17 +99,17 @@ def chain(layers: list[Layer], head: Tensor, rows: int, cublas: bool) -> Callabl
 
     def linear(x: Tensor, weights: list[Tensor], gated: bool = False) -> Tensor:
         if not cublas:
-            return fused.skinny_linear(x, weights, None, gated)
+            return ops.skinny_linear(x, weights, None, gated)
         if not gated:
             return F.linear(x, weights[0])
-        return fused.swiglu(F.linear(x, weights[0]))
+        return ops.swiglu(F.linear(x, weights[0]))
 
     def run() -> Tensor:
         y = x
         for qkv, o, gate_up, down in layers:
             q = linear(y, qkv)[:, : o[0].shape[1]]
-            a, _ = fused.add_rms_norm(q, None, torch.ones_like(q[0]) if q.shape[1] != hidden else norm, 1e-6)
-            y, _ = fused.add_rms_norm(linear(a, o), None, norm, 1e-6)
+            a, _ = ops.add_rms_norm(q, None, torch.ones_like(q[0]) if q.shape[1] != hidden else norm, 1e-6)
+            y, _ = ops.add_rms_norm(linear(a, o), None, norm, 1e-6)
             y = linear(linear(y, gate_up, True), down)
         return linear(y, [head])
 

@@ -27,7 +27,8 @@ from gpu_time import copy_bandwidth, milliseconds
 from machine import machine
 from torch import Tensor
 
-from pydflash import fused, ops, reference, reference_fused
+from pydflash import ops
+from pydflash.ops import reference, reference_fused
 
 HIDDEN, HEADS, KV_HEADS, DIM, LAYERS, DRAFTER_LAYERS = 4096, 32, 8, 128, 36, 5
 CAPACITY, EPS = 4096, 1e-6
@@ -59,7 +60,7 @@ def tables() -> tuple[Tensor, Tensor]:
 
 def norm(rows: int) -> Sides:
     x, delta, weight = floats(rows, HIDDEN), floats(rows, HIDDEN), floats(HIDDEN)
-    call = partial(fused.add_rms_norm, x, delta, weight, EPS)
+    call = partial(ops.add_rms_norm, x, delta, weight, EPS)
     return Sides(call, reference_fused.add_rms_norm, (x, delta, weight, EPS), 4 * x.nbytes + weight.nbytes)
 
 
@@ -68,14 +69,14 @@ def heads(batch: int, slots: int) -> Sides:
     lengths, depths = ints(*[512] * batch), ints(list(range(slots)))
     blocks = [floats(batch, KV_HEADS, slots, DIM) for _ in range(2)]
     arguments = (qkv, floats(DIM), floats(DIM), EPS, *tables(), lengths, depths, *blocks, HEADS, DIM)
-    return Sides(partial(fused.head_norm_rope, *arguments), reference_fused.head_norm_rope, arguments, 2 * qkv.nbytes)
+    return Sides(partial(ops.head_norm_rope, *arguments), reference_fused.head_norm_rope, arguments, 2 * qkv.nbytes)
 
 
 def context(batch: int, rows: int) -> Sides:
     kv, weights = floats(batch, rows, DRAFTER_LAYERS * 2 * KV_HEADS * DIM), floats(DRAFTER_LAYERS, DIM)
     caches = [floats(DRAFTER_LAYERS, batch, KV_HEADS, CAPACITY, DIM) for _ in range(2)]
     lengths, counts = ints(*[512] * batch), ints(*[rows] * batch)
-    call = partial(fused.context_append, kv, weights, EPS, *tables(), *caches, lengths, counts, DIM)
+    call = partial(ops.context_append, kv, weights, EPS, *tables(), *caches, lengths, counts, DIM)
     return Sides(call, context_in_torch, (kv, weights, *tables(), *caches, lengths), 2 * kv.nbytes)
 
 
@@ -131,7 +132,7 @@ def commit(batch: int, slots: int, accepted: int) -> Sides:
     record = torch.zeros(batch, slots + 1, dtype=torch.int64, device="cuda")
     state = (bonus.clone(), *(ints(*[0] * batch) for _ in range(3)), record)
     arguments = (tokens, index, ints(*[accepted] * batch), bonus, active, features, torch.zeros_like(features), *state)
-    call = partial(fused.round_commit, *arguments)
+    call = partial(ops.round_commit, *arguments)
     return Sides(call, reference_fused.round_commit, arguments, 4 * batch * (accepted + 1) * width)
 
 

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pydflash import Drafter, DrafterConfig, Target
-from pydflash.bench_methods import Ends, official_method
-from pydflash.decoder import Projection
-from pydflash.device_round import DeviceRound
-from pydflash.paths import Paths
-from pydflash.target_fast import FastTarget
+from pydflash.bench.methods import Ends, official_method
+from pydflash.decoder.stack import Projection
+from pydflash.rounds.device_round import DeviceRound
+from pydflash.rounds.paths import Paths
+from pydflash.target.fused import FastTarget
 
 
 class Shape(NamedTuple):

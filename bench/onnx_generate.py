@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pydflash import Drafter, Speculator, Target
-from pydflash.bench import first_turn
+from pydflash.bench.run import first_turn
+from pydflash.checkpoints.smollm2 import ensure_smollm2
 from pydflash.export import OnnxDrafter, OnnxTarget, export_drafter, export_target
-from pydflash.smollm2 import ensure_smollm2
-from pydflash.target import load_tokenizer
+from pydflash.target.generic import load_tokenizer
 from pydflash.training.prompts import read_prompts
 
 PAIRS = ((None, None), (None, "int8"), ("8bit", "8bit"), ("int8", "int8"))  # few bits of target and drafter

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pydflash import Speculator
-from pydflash.demo import pick_drafter
-from pydflash.host_loop import HostLoop
-from pydflash.smollm2 import ensure_smollm2
+from pydflash.checkpoints.smollm2 import ensure_smollm2
+from pydflash.cli.demo import pick_drafter
+from pydflash.rounds.host import HostLoop
 
 
 def timed(function: Callable[..., Any], clock: dict[str, float], name: str) -> Callable[..., Any]:

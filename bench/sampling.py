@@ -5,7 +5,7 @@
 Each side of a row of the table runs in turn, so that a change of the machine's speed meets all of them; the table
 shows medians, the JSON the 10th percentile too. GB/s counts the logits read once, beside the bandwidth of copying
 a tensor of the same size (bytes read plus bytes written). `path_tree` and `path_viterbi` stand beside their
-definition in `pydflash.reference`, on lattices with edges ("DFlash 2") and with independent slots ("DFlash 1").
+definition in `pydflash.ops.reference`, on lattices with edges ("DFlash 2") and with independent slots ("DFlash 1").
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from machine import machine
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pydflash import ops, reference
+from pydflash import ops
+from pydflash.ops import reference
 
 Sides = dict[str, Callable[[], object]]
 FILTERS: dict[str, dict[str, Any]] = {

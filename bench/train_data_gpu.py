@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from pydflash.sampling import SamplingParams
-from pydflash.target import Target, load_tokenizer
-from pydflash.target_batch import BatchForward
-from pydflash.target_defaults import GenerationDefaults
+from pydflash.target.batch import BatchForward
+from pydflash.target.defaults import GenerationDefaults
+from pydflash.target.generic import Target, load_tokenizer
 from pydflash.training.data import collect_prompts
 from pydflash.training.generate import BatchGenerator, Request, draw
 from pydflash.training.prompts import Chat

@@ -22,7 +22,7 @@ import torch
 from machine import machine
 
 from pydflash import Target
-from pydflash.drafter import Drafter
+from pydflash.drafter.module import Drafter
 from pydflash.training.build import drafter_config, initialise
 from pydflash.training.features import compiled_layers
 from pydflash.training.objective import ObjectiveConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pydflash.config import DrafterConfig
+from pydflash.checkpoints.config import DrafterConfig
 
 from .layer_graph import Weights
 from .linear import Linears

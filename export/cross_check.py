@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pydflash.drafter import Drafter
+from pydflash.drafter.module import Drafter
 
 from .draft_graph import GraphOptions, build_draft_graph
 from .layer_graph import Weights

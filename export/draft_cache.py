@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pydflash.config import DrafterConfig
+from pydflash.checkpoints.config import DrafterConfig
 
 from .metadata import POSITIONS
 

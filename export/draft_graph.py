@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from pydflash.config import DrafterConfig
+from pydflash.checkpoints.config import DrafterConfig
 
 from .choose_graph import choose
 from .layer_graph import LayerGraph, Weights

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pydflash.config import DrafterConfig, check_target
+from pydflash.checkpoints.config import DrafterConfig, check_target
 
 from .draft_cache import DraftCache
 from .metadata import DRAFT, SharesSession, dtype_of, open_model

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pydflash.config import DrafterConfig
+from pydflash.checkpoints.config import DrafterConfig
 
 FORMAT = 1
 POSITIONS = 1 << 20  # that the rotary tables of a graph reach

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pydflash.drafter import Drafter
+from pydflash.drafter.module import Drafter
 
 from .drafter import OnnxDrafter
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydflash.config import DrafterConfig, check_target
-from pydflash.weight_files import few, local_folder, read_json, stored_tensors
+from pydflash.checkpoints.config import DrafterConfig, check_target
+from pydflash.checkpoints.files import few, local_folder, read_json, stored_tensors
 
 from .linear import Table
 from .opset import Array

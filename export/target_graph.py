@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from pydflash.config_rope import canonical_rope
+from pydflash.checkpoints.rope import canonical_rope
 
 from .layer_graph import LayerGraph, Weights
 from .linear import Linears

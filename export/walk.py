@@ -1,4 +1,4 @@
-"""The sampled walk through the candidates, on the host, in numpy: the draws of `pydflash.reference.path_select`."""
+"""The sampled walk through the candidates, on the host, in numpy: the draws of `pydflash.ops.reference.path_select`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-_DRAFT = 3  # the purpose of a draft's random number, as in pydflash.reference
+_DRAFT = 3  # the purpose of a draft's random number, as in pydflash.ops.reference
 _WORD = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pydflash import __version__
-from pydflash.checkpoint import load_checkpoint
-from pydflash.config import DrafterConfig
-from pydflash.drafter import Drafter
-from pydflash.rope import frequencies
+from pydflash.checkpoints.checkpoint import load_checkpoint
+from pydflash.checkpoints.config import DrafterConfig
+from pydflash.drafter.module import Drafter
+from pydflash.drafter.rope import frequencies
 
 from .linear import QUANTIZE, Table
 from .metadata import DRAFT, describe, to_properties, write_description

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from pydflash import __version__
-from pydflash.rope import frequencies
-from pydflash.weight_files import few, local_folder, stored_tensors
+from pydflash.checkpoints.files import few, local_folder, stored_tensors
+from pydflash.drafter.rope import frequencies
 
 from .linear import QUANTIZE
 from .metadata import FORMAT, TARGET, to_properties, write_description

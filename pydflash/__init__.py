@@ -25,27 +25,27 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ._backends import backends
-    from .checkpoint import load_checkpoint, save_checkpoint
-    from .config import DrafterConfig
-    from .drafter import Drafter
+    from .checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from .checkpoints.config import DrafterConfig
+    from .drafter.module import Drafter
+    from .ops.backends import backends
     from .request import Generation
     from .sampling import SamplingParams
     from .speculator import Speculator
     from .stats import Stats
-    from .target import Target
+    from .target.generic import Target
 
 _HOMES = {
-    "Drafter": "drafter",
-    "DrafterConfig": "config",
+    "Drafter": "drafter.module",
+    "DrafterConfig": "checkpoints.config",
     "Generation": "request",
     "SamplingParams": "sampling",
     "Speculator": "speculator",
     "Stats": "stats",
-    "Target": "target",
-    "backends": "_backends",
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
+    "Target": "target.generic",
+    "backends": "ops.backends",
+    "load_checkpoint": "checkpoints.checkpoint",
+    "save_checkpoint": "checkpoints.checkpoint",
 }
 
 

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import _backends
-from .drafter import Drafter, Proposal
-from .loops import choose_loop
-from .paths import PATHS, Paths
+from .drafter.module import Drafter, Proposal
+from .ops import backends
 from .request import LogitsProcessor, Request, Stream, generation, run
+from .rounds.choose import choose_loop
+from .rounds.paths import PATHS, Paths
 from .sampling import SamplingParams, row_seeds
 from .stats import Stats
-from .target import Target
-from .target_defaults import GenerationDefaults
+from .target.defaults import GenerationDefaults
+from .target.generic import Target
 from .text import Output, Prompt, encode, split_prompts, token_ids_of
 
 
@@ -106,7 +106,7 @@ class Speculator:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self._backend = "reference" if backend == "reference" else "native"
         self._defaults()  # refuses what a generation config asks for in vain
-        backend_name = _backends.choose(backend, target.device.type)
+        backend_name = backends.choose(backend, target.device.type)
         if self._backend == "native" and target.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"Speculator: the target must be float32, bfloat16 or float16 for the native ops, got {target.dtype}; "
@@ -140,7 +140,7 @@ class Speculator:
             if drafter.device != target.device:
                 raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
             if self._backend == "native":
-                _backends.check_native(config, self.block_size)
+                backends.check_native(config, self.block_size)
             if drafter.backend != self._backend:
                 self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
                 self.drafter.backend = self._backend
@@ -165,7 +165,7 @@ class Speculator:
         cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which a torch drafter takes over.
         `options` are the keywords of `Speculator`.
         """
-        from .target import load_tokenizer
+        from .target.generic import load_tokenizer
 
         if (Path(target) / "target.json").is_file():
             return cls(*_on_onnx_runtime(target, drafter, device, dtype), load_tokenizer(target), **options)

@@ -12,14 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from pydflash import _backends
+from pydflash.ops import backends
 
-_backends.require()
+backends.require()
 
 
 def unusable(kind: str) -> str:
     """Why tests cannot run on a device of this kind; empty if they can."""
-    backend = _backends.load(kind)
+    backend = backends.load(kind)
     if not backend.usable:
         return backend.reason
     return "torch sees no CUDA device" if kind == "cuda" and not torch.cuda.is_available() else ""
@@ -53,7 +53,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     if request.param != "sycl":
         yield torch.device(request.param)
         return
-    with _backends.running("sycl"):
+    with backends.running("sycl"):
         yield torch.device("cpu")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pydflash
 from pydflash import Speculator, Stats, Target
-from pydflash.target_defaults import GenerationDefaults
+from pydflash.target.defaults import GenerationDefaults
 
 transformers = pytest.importorskip("transformers")
 
@@ -289,9 +289,9 @@ def build_config(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_missing_backend_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pydflash import _backends
+    from pydflash.ops import backends
 
-    monkeypatch.setattr(_backends, "load", lambda name: _backends.Backend(name, None, "not built today"))
+    monkeypatch.setattr(backends, "load", lambda name: backends.Backend(name, None, "not built today"))
     with pytest.raises(RuntimeError, match=r"no native ops for cpu \(not built today\).*backend='reference'"):
         Speculator(FakeTarget(scripted([1])), None)
     assert Speculator(FakeTarget(scripted([1])), None, backend="reference").generate([2], 2).token_ids == [1, 1]

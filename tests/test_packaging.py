@@ -17,7 +17,8 @@ from tiny_models import TINY
 from tiny_tokenizer import MASK, VOCAB, save_tokenizer
 
 import pydflash
-from pydflash import Drafter, DrafterConfig, _backends
+from pydflash import Drafter, DrafterConfig
+from pydflash.ops import backends
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,7 +111,7 @@ def test_build_info_has_the_reasons() -> None:
     assert info.COMPILER
     for name in ("cuda", "sycl"):
         if importlib.util.find_spec(f"pydflash._{name}") is None:
-            assert _backends.load(name).reason == info.NOT_BUILT[name] != ""
+            assert backends.load(name).reason == info.NOT_BUILT[name] != ""
 
 
 def test_export_and_models_come_with_the_package() -> None:

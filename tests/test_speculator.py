@@ -13,7 +13,7 @@ from pairs import MASK, VOCAB, Scripted, build_drafter
 from tiny_models import TINY
 
 from pydflash import Drafter, Speculator, Target
-from pydflash.target_defaults import GenerationDefaults
+from pydflash.target.defaults import GenerationDefaults
 
 TAPS = (0, 2)  # what the drafters of `pairs` listen to
 PROMPT = [3, 1, 4]
@@ -248,7 +248,7 @@ def test_windowed_drafter_keeps_a_ring_through_the_loop() -> None:
 
 
 def unbounded(drafter: Drafter, batch: int, capacity: int) -> Any:
-    from pydflash.cache import KVCache
+    from pydflash.decoder.stores import KVCache
 
     drafter.reserve(capacity)
     config = drafter.config

@@ -13,8 +13,9 @@ from device_pairs import NOBODY, pair, prompts_of
 from fakes import FakeTarget
 from pairs import build_drafter
 
-from pydflash import Speculator, _backends, _native
-from pydflash.target import _default_device
+from pydflash import Speculator
+from pydflash.ops import _native, backends
+from pydflash.target.generic import _default_device
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,12 @@ def test_ops_get_the_queue_of_torchs_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_ops_of_an_xpu_are_those_of_sycl(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _backends.name_for("xpu") == "sycl"
-    monkeypatch.setattr(_backends, "load", lambda name: _backends.Backend(name, None, f"no {name} here"))
+    assert backends.name_for("xpu") == "sycl"
+    monkeypatch.setattr(backends, "load", lambda name: backends.Backend(name, None, f"no {name} here"))
     with pytest.raises(RuntimeError, match=r"no native ops for xpu \(no sycl here\); backend='reference' runs"):
-        _backends.choose("auto", "xpu")
+        backends.choose("auto", "xpu")
     for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("cpu", None), ("meta", None)):
-        assert _backends.accelerator(torch.device(kind)) is module
+        assert backends.accelerator(torch.device(kind)) is module
 
 
 def test_a_drafter_elsewhere_is_refused() -> None:
@@ -94,7 +95,7 @@ def test_rounds_run_ahead_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
     streams = Streams()
     empty_like = torch.empty_like
-    monkeypatch.setattr(_backends, "accelerator", lambda device: streams)
+    monkeypatch.setattr(backends, "accelerator", lambda device: streams)
     monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory=False, **options: empty_like(x, **options))
     spec = Speculator(model, drafter)
     for waited in (0, 1):  # the second batch takes the first one's buffers, once they are free
@@ -112,7 +113,7 @@ def test_rounds_run_ahead_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_trees_are_timed_behind_all_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams()
-    monkeypatch.setattr(_backends, "accelerator", lambda device: streams)
+    monkeypatch.setattr(backends, "accelerator", lambda device: streams)
     model, drafter = pair(2, "cpu")
     spec = Speculator(model, drafter, path="tree", target_path="fast")
     assert spec._paths.num_nodes in (3, 15, 31, 63)
@@ -120,7 +121,7 @@ def test_trees_are_timed_behind_all_that_runs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_speculator_on_an_accelerator_is_deep_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "accelerator", lambda device: torch.xpu)  # a module, which copy cannot take
+    monkeypatch.setattr(backends, "accelerator", lambda device: torch.xpu)  # a module, which copy cannot take
     model, drafter = pair(2, "cpu")
     other = copy.deepcopy(Speculator(model, drafter, target_path="fast"))
     assert other._loop._ahead == 2  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-// A stack of decoder layers with packed weights as one call; see pydflash/decoder.py for what each step means.
+// A stack of decoder layers with packed weights as one call; see pydflash/decoder/stack.py for what each step means.
 #pragma once
 
 #include <cstdint>

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..config import DrafterConfig
-from ..drafter import Drafter
-from ..target import Target
-from ..weight_files import write_file
+from ..checkpoints.config import DrafterConfig
+from ..checkpoints.files import write_file
+from ..decoder.stores import KVCache
+from ..drafter.module import Drafter
+from ..target.generic import Target
 
 ABLATION_CONFIG, ABLATION_WEIGHTS = "input_conditioned.json", "input_conditioned.safetensors"
 

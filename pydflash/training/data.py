@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..target import Target, load_tokenizer
-from ..target_batch import ATTENTION
-from ..target_defaults import GenerationDefaults
+from ..target.batch import ATTENTION
+from ..target.defaults import GenerationDefaults
+from ..target.generic import Target, load_tokenizer
 from .generate import BatchGenerator
 from .jobs import DataSettings, Jobs, number_of
 from .progress import Progress

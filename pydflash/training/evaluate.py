@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter import Drafter
-from ..target import Target
+from ..drafter.module import Drafter
+from ..target.generic import Target
 from .features import FeatureSource, pad_records
 from .objective import Batch, block_hidden
 

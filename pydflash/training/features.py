@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..target import Target
+from ..target.generic import Target
 from .objective import Batch
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..drafter import Drafter
-from ..target import Target, load_tokenizer
+from ..drafter.module import Drafter
+from ..target.generic import Target, load_tokenizer
 from .build import InputConditionedDrafter, drafter_config, initialise, warm_start
 from .objective import ObjectiveConfig
 from .shards import ShardReader

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..reference import TARGET, uniform
+from ..ops.reference import TARGET, uniform
 from ..sampling import SamplingParams
-from ..target import Target
-from ..target_batch import KEY_STEP, BatchForward
+from ..target.batch import KEY_STEP, BatchForward
+from ..target.generic import Target
 
 NUCLEUS = 1024  # top-p looks for its tokens among this many best ones
 LOOP = 20  # tokens that a run of one token or of a repeated n-gram must reach to count as a loop

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..sampling import SamplingParams
-from ..target import Target
+from ..target.generic import Target
 from .generate import Request, Response
 from .prompts import Chat, Prompt, PromptSet
 from .shards import Record, ShardWriter

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import reference
-from ..drafter import Drafter
+from ..drafter.module import Drafter
+from ..ops import reference
 from .build import InputConditionedDrafter, block_only
 from .masks import dense_mask, flex_mask, mask_rule
 

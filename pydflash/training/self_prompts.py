@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..weight_files import write_file
+from ..checkpoints.files import write_file
 from .generate import BatchGenerator, Request, Response
 from .prompts import Chat, Prompt, PromptSet
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from .._wheel import sha256_of
-from ..weight_files import write_file
+from ..checkpoints.files import write_file
+from ..checkpoints.wheel import sha256_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"

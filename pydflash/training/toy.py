@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import bench
-from ..weight_files import write_file
+from ..bench import run as bench
+from ..checkpoints.files import write_file
 from . import data, fit
 from .progress import Progress
 from .toy_target import make_target, prompts

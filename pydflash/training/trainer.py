@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..drafter import Drafter
-from ..target import Target
+from ..drafter.module import Drafter
+from ..target.generic import Target
 from .data import weights_sha256
 from .features import FeatureSource, compiled_layers, pad_records, to_device
 from .objective import Objective, ObjectiveConfig, sample_anchors, summarise

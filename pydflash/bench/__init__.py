@@ -1,0 +1,1 @@
+"""`pydflash bench`: acceptance and speed over prompt files."""

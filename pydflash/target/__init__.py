@@ -1,0 +1,5 @@
+"""All contact with transformers: targets behind the calls of a round, and how their layers are recognised."""
+
+from .generic import Target, TargetOutput, load_tokenizer
+
+__all__ = ["Target", "TargetOutput", "load_tokenizer"]

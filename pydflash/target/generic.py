@@ -1,0 +1,429 @@
+"""The generic target: any Hugging Face causal LM, verified through its own forward. The only contact with transformers
+is here and in `target_cache.py`; the layers that feed the drafter are found by structure, never by a model's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..tree import Tree, accepted_slots
+from .probe import PROBE_TOKENS, rollback_fault, tree_fault
+
+if TYPE_CHECKING:
+    from .cache import TargetCache
+
+# Values of `generation_config.cache_implementation` that only describe how window layers are stored.
+_DYNAMIC_CACHES = (None, "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "sliding_window")
+# Keywords of `from_pretrained` that say where the files are, so that the config is read from the same place.
+_HUB_ARGUMENTS = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
+
+
+class TargetOutput(NamedTuple):
+    """One target forward. logits: [B, rows, V] in the model's dtype, rows = 1 for a prefill and S for a block;
+    features: [B, S, F * H], the tapped layers' outputs side by side in the order of `layer_ids`, or None without taps.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A causal LM behind the calls that a speculative loop needs: `new_cache`, `prefill`, `verify`, `commit`.
+
+    Feature of layer i = the residual stream after decoder layer i (0-based), so `hidden_states[i + 1]` of a forward
+    with `output_hidden_states=True`, and the state before the final norm for the last layer.
+    The model always runs in evaluation mode without gradients. Modules found in training mode are put back into it
+    after each forward, hooks live only during a forward, and nothing else is ever set on the model.
+    Not for two threads at once on one model. One sequence per cache.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int] = ()) -> None:
+        """model: a transformers model with a language model head, whole and on one device.
+        layer_ids: decoder layers whose outputs make the features, each in 0..num_layers - 1.
+
+        Runs the model on a few tokens to see what its cache is made of, and, where it has recurrent layers, whether
+        their rollback is exact. Raises ValueError, naming the model's class and the reason, for what cannot work.
+        """
+        self.model = cast("Any", model)
+        self._closed = False
+        self._check_model()
+        self._text_config = self.model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(type(self.model).forward).parameters
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        if self._cache_name is None:
+            self._refuse("a forward that takes `cache` or `past_key_values`", ", ".join(parameters))
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._modules = list(model.modules())
+        self.head: nn.Module = self.model.get_output_embeddings()
+        if not isinstance(self.head, nn.Module):
+            self._refuse("an output embedding module (get_output_embeddings())", repr(self.head))
+        self.embed_weight = self._find_embed_weight()
+        self.layers = self._find_layers()
+        self.num_layers = len(self.layers)
+        self.layer_ids = self._check_layer_ids(layer_ids)
+        self.hidden_size: int = self._text_config.hidden_size
+        self.device: torch.device = self.embed_weight.device
+        self.dtype: torch.dtype = self.model.dtype
+        limit = getattr(self._text_config, "max_position_embeddings", None)
+        self.max_length: int | None = limit if isinstance(limit, int) and limit > 0 else None
+        self._rope_switch = self._find_rope_switch()
+        self._tree_masks: Callable[[int, Tree], Any] | None = None
+        self._probe()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        layer_ids: Sequence[int] = (),
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Target:
+        """Load a model from a folder or a hub id.
+
+        device: cuda, else xpu, else cpu where not given; leave it out when `device_map` is among `kwargs`.
+        dtype: the checkpoint's own where not given. kwargs: passed on to transformers' `from_pretrained`.
+        An image-text model is loaded where there is no text-only class, and used for text.
+        """
+        import transformers
+
+        if device is not None and "device_map" in kwargs:
+            raise ValueError(f"Target: device must be left out when device_map is given, got {device!r}")
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        config = kwargs.pop("config", None) or transformers.AutoConfig.from_pretrained(path_or_id, **hub)
+        auto: Any = transformers.AutoModelForCausalLM
+        remote = getattr(config, "auto_map", None) or {}
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and auto.__name__ not in remote:
+            auto = transformers.AutoModelForImageTextToText
+        model = auto.from_pretrained(path_or_id, config=config, dtype=dtype or "auto", **kwargs)
+        if "device_map" not in kwargs:
+            try:
+                model = model.to(device or _default_device())
+            except (AssertionError, RuntimeError) as error:
+                raise RuntimeError(f"Target: device {device} cannot be used: {error}") from error
+        return cls(model.eval(), layer_ids)
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own, as it is now, or None."""
+        return getattr(self.model, "generation_config", None)
+
+    def new_cache(self, batch: int, capacity: int) -> TargetCache:
+        """An empty cache. batch: must be 1. capacity: positions to allocate for; the cache grows where it is passed."""
+        from .cache import TargetCache
+
+        if batch != 1:
+            raise ValueError(f"new_cache: batch must be 1 (a generic target runs one sequence at a time), got {batch}")
+        if capacity < 1:
+            raise ValueError(f"new_cache: capacity must be at least 1 position, got {capacity}")
+        return TargetCache(self._text_config, self._plan, batch, capacity)
+
+    def prefill(self, ids: Tensor, cache: TargetCache) -> TargetOutput:
+        """Run the next tokens of the sequence and commit them; may be called again to append more.
+
+        ids: [1, P] integers, P >= 1. Returns logits [1, 1, V] of the last position and features [1, P, F * H].
+        """
+        self._check_tokens("prefill", ids, cache)
+        output = self._forward(ids, cache, last_only=True)
+        cache.advance(ids.shape[1])
+        return output
+
+    def verify(self, tokens: Tensor, cache: TargetCache, tree: Tree | None = None) -> TargetOutput:
+        """Run a block after the committed positions without committing it; `commit` must follow.
+
+        tokens: [1, S] integers, the anchor first. Row i predicts the token after slot i.
+        tree: who follows whom, for a target whose `check_trees` passed; None is a chain.
+        Returns logits [1, S, V] and features [1, S, F * H].
+        """
+        from .cache import VerifiedBlock
+
+        self._check_tokens("verify", tokens, cache, None if tree is None else int(tree.depths.max()) + 1)
+        snapshot = cache.snapshot() if cache.recurrent and tokens.shape[1] > 1 else []
+        if tree is not None and self._tree_masks is None:
+            raise ValueError("verify: tree must come after check_trees() has passed, got one before")
+        output = self._run_block(tokens, cache) if tree is None else self._forward(tokens, cache, tree=tree)
+        cache.block = VerifiedBlock(tokens, snapshot, tree is not None)
+        return output
+
+    def commit(self, cache: TargetCache, index: Tensor, num_accepted: Tensor) -> None:
+        """Keep the anchor and the accepted drafts of the verified block, and forget the rest.
+
+        index: [1, S] accepted slots in order, anchor first, padded with -1; 0, 1, 2, ... where the block is a chain.
+        num_accepted: [1] accepted drafts. Neither is read for a block of one slot, so plain decoding never syncs.
+        Recurrent layers are put back and the kept tokens run once more.
+        """
+        block = cache.block
+        if block is None:
+            raise ValueError("commit: cache must hold a block from verify, got none")
+        size = block.tokens.shape[1]
+        if index.shape != (1, size) or num_accepted.shape != (1,):
+            raise ValueError(
+                f"commit: index must be [1, {size}] (the block's slots) and num_accepted [1], "
+                f"got {list(index.shape)} and {list(num_accepted.shape)}"
+            )
+        slots = [0] if size == 1 else accepted_slots(index, num_accepted, block.is_tree)
+        kept = len(slots)
+        cache.block = None
+        if slots != [*range(kept)]:
+            cache.gather(slots)
+        if kept < size and cache.recurrent:
+            cache.restore(block.snapshot)
+            self._run_block(block.tokens[:, :kept], cache, last_only=True, taps=False)
+        cache.advance(kept)
+
+    def encode(self, ids: Tensor, *, all_logits: bool = True) -> TargetOutput:
+        """Run whole texts without a cache, as training does.
+
+        ids: [B, P] integers, shorter texts filled up on the right (nothing before the filling sees it).
+        Returns logits [B, P, V], or [B, 1, V] of the last column, and features [B, P, F * H].
+        """
+        short = not all_logits and self._takes_logits_to_keep
+        taken: dict[int, Tensor] = {}
+        with torch.no_grad(), self._borrow(taken, self.layer_ids):
+            arguments = {"logits_to_keep": 1} if short else {}
+            logits = self.model(input_ids=ids, use_cache=False, **arguments).logits
+        features = torch.cat([taken[i] for i in self.layer_ids], -1).to(self.dtype) if taken else None
+        return TargetOutput(logits if all_logits else logits[:, -1:], features)
+
+    def close(self) -> None:
+        """End the use of this target. The model itself is left as it was given."""
+        self._closed = True
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run_block(self, tokens: Tensor, cache: TargetCache, **how: Any) -> TargetOutput:
+        """One forward, or two where the block reaches past the position at which the model changes its RoPE."""
+        before = (self._rope_switch or 0) - cache.length
+        if not 0 < before < tokens.shape[1]:
+            return self._forward(tokens, cache, **how)
+        first = self._forward(tokens[:, :before], cache, **how)
+        cache.advance(before)
+        try:
+            second = self._forward(tokens[:, before:], cache, **how)
+        finally:
+            cache.advance(-before)
+        features = [x for x in (first.features, second.features) if x is not None]
+        logits = torch.cat([first.logits, second.logits], 1)
+        return TargetOutput(logits, torch.cat(features, 1) if features else None)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: TargetCache,
+        last_only: bool = False,
+        taps: bool = True,
+        tree: Tree | None = None,
+    ) -> TargetOutput:
+        arguments: dict[str, Any] = {self._cache_name or "cache": cache.model_cache}
+        start = cache.length
+        if tree is not None:
+            arguments["position_ids"] = start + tree.depths.long()
+            arguments["attention_mask"] = self._tree_masks(start, tree) if self._tree_masks else None
+        elif self._takes_positions:
+            arguments["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device)[None]
+        if last_only and self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        taken: dict[int, Tensor] = {}
+        try:
+            with torch.no_grad(), self._borrow(taken, self.layer_ids if taps else ()):
+                logits = self.model(input_ids=tokens, use_cache=True, **arguments).logits
+        except BaseException:
+            # Attention rows past the committed length are never read; a half-updated recurrent state would be.
+            cache.usable = not cache.recurrent
+            raise
+        features = torch.cat([taken[i] for i in self.layer_ids], -1).to(self.dtype) if taken else None
+        return TargetOutput(logits[:, -1:] if last_only else logits, features)
+
+    @contextmanager
+    def _borrow(self, taken: dict[int, Tensor], layer_ids: Sequence[int]) -> Iterator[None]:
+        """Hooks on the tapped layers and evaluation mode for the duration of one forward, undone whatever happens."""
+        training = [module for module in self._modules if module.training]
+        handles = []
+        try:
+            for module in training:
+                module.training = False
+            for i in set(layer_ids):
+                handles.append(self.layers[i].register_forward_hook(partial(_take, taken, i)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in training:
+                module.training = True
+
+    def _check_tokens(self, op: str, tokens: Tensor, cache: TargetCache, deep: int | None = None) -> None:
+        if self._closed:
+            raise ValueError(f"{op}: target must be open, got one after close()")
+        if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] == 0 or tokens.is_floating_point():
+            raise ValueError(f"{op}: tokens must be [1, S] integers, S >= 1, got {list(tokens.shape)} {tokens.dtype}")
+        end = cache.length + (tokens.shape[1] if deep is None else deep)
+        if self.max_length is not None and end > self.max_length:
+            raise ValueError(
+                f"{op}: tokens must end within {self.max_length} positions (the model's max_position_embeddings), "
+                f"got {tokens.shape[1]} after {cache.length}"
+            )
+        if cache.block is not None:
+            raise ValueError(f"{op}: cache must have its verified block committed first, got an open block")
+        if not cache.usable:
+            raise ValueError(f"{op}: cache must be a fresh one after a forward that failed, got the same")
+
+    def _refuse(self, expected: str, got: object) -> NoReturn:
+        raise ValueError(f"Target: {type(self.model).__name__} must have {expected}, got {got}")
+
+    def _check_model(self) -> None:
+        """Refuse wrapped, compiled, split, sharded and encoder-decoder models."""
+        import transformers
+
+        model = self.model
+        if not isinstance(model, transformers.PreTrainedModel):
+            raise ValueError(
+                "Target: model must be a transformers PreTrainedModel itself, without a wrapper (merge PEFT adapters, "
+                f"pass the model from before torch.compile or DataParallel), got {type(model).__name__}"
+            )
+        if getattr(model.config, "is_encoder_decoder", False):
+            self._refuse("a decoder only", "an encoder-decoder")
+        compiled = next((name for name, m in model.named_modules() if m._compiled_call_impl is not None), None)
+        if compiled is not None:
+            self._refuse("no compiled module (compiled code skips hooks)", f"compiled {compiled or 'model'!r}")
+        parameters = list(model.named_parameters())
+        sharded = next((name for name, p in parameters if hasattr(p, "placements")), None)
+        if sharded is not None:
+            self._refuse("plain parameters", f"the sharded (DTensor) {sharded!r}")
+        devices = sorted({str(p.device) for _, p in parameters})
+        if len(devices) != 1 or devices == ["meta"]:
+            self._refuse("all its parameters on one device", ", ".join(devices) or "no parameter")
+        cache = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+        if cache not in _DYNAMIC_CACHES:
+            self._refuse("a dynamic cache (generation_config.cache_implementation None)", repr(cache))
+
+    def _find_embed_weight(self) -> Tensor:
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            got = type(weight).__name__ if not isinstance(weight, Tensor) else f"{list(weight.shape)} {weight.dtype}"
+            self._refuse("an unquantised input embedding weight [V, H]", got)
+        return weight.detach()
+
+    def _find_layers(self) -> nn.ModuleList:
+        """The decoder layers: the one list of `num_hidden_layers` modules nearest to the input embeddings."""
+        count = self._text_config.num_hidden_layers
+        names = {module: name for name, module in self.model.named_modules()}
+        backbone = names[self.model.get_input_embeddings()]
+        lists = {n: m for m, n in names.items() if isinstance(m, nn.ModuleList) and len(m) == count}
+        nearest: list[str] = []
+        while backbone and not nearest:
+            backbone = backbone.rpartition(".")[0]
+            inside = [name for name in lists if not backbone or name.startswith(backbone + ".")]
+            depth = min((name.count(".") for name in inside), default=0)
+            nearest = [name for name in inside if name.count(".") == depth]
+        if len(nearest) != 1:
+            self._refuse(f"one list of {count} decoder layers (num_hidden_layers)", " and ".join(nearest) or "none")
+        return lists[nearest[0]]
+
+    def _check_layer_ids(self, layer_ids: Sequence[int]) -> tuple[int, ...]:
+        ids = tuple(int(i) for i in layer_ids)
+        wrong = [i for i in ids if not 0 <= i < self.num_layers]
+        if wrong:
+            raise ValueError(
+                f"Target: layer_ids must be in 0..{self.num_layers - 1} (the decoder layers of "
+                f"{type(self.model).__name__}), got {wrong}"
+            )
+        return ids
+
+    def _find_rope_switch(self) -> int | None:
+        """Last context length with the short factors of a "longrope" model. transformers picks the factors by the last
+        position of a forward, so a block across that length would rotate its first rows unlike plain decoding.
+        """
+        rope = getattr(self._text_config, "rope_parameters", None) or getattr(self._text_config, "rope_scaling", None)
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "longrope":
+            return None
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        return rope.get(names[0]) or getattr(self._text_config, names[0], None) or self.max_length
+
+    def _probe(self) -> None:
+        """See on a few tokens what the model's own cache, logits and features look like; try a rollback if needed."""
+        import transformers
+
+        from .cache import plan_layers
+
+        ids = self._trial_ids(24)
+        output, shapes = self._try_forward(ids)
+        self.vocab_size: int = output.logits.shape[-1]
+        whole = [1, ids.shape[1], self.hidden_size]
+        for i, shape in shapes.items():
+            if shape != whole:
+                self._refuse(f"layers that return hidden states [B, S, {self.hidden_size}]", f"{shape} from layer {i}")
+        if self._takes_logits_to_keep:
+            # A model may skip its last layers, and so their features, in rows whose logits are not asked for.
+            shapes = self._try_forward(ids, logits_to_keep=1)[1]
+            self._takes_logits_to_keep = all(shape == whole for shape in shapes.values())
+        own = getattr(output, self._cache_name or "cache", None)
+        try:
+            self._plan = plan_layers(own)
+        except ValueError as error:
+            raise ValueError(f"Target: {type(self.model).__name__} {error}") from None
+        if "stateful" in self._plan and (reason := rollback_fault(self, ids, output.logits)) is not None:
+            self._refuse(
+                "recurrent layers that continue and roll back exactly over several tokens",
+                f"{reason}, transformers {transformers.__version__}",
+            )
+
+    def _trial_ids(self, count: int) -> Tensor:
+        # Ids from the middle of the vocabulary: special tokens, those of images among them, sit at its ends.
+        vocab = len(self.embed_weight)
+        return (torch.arange(min(count, self.max_length or count), device=self.device)[None] + vocab // 2) % vocab
+
+    def _try_forward(self, ids: Tensor, **arguments: int) -> tuple[Any, dict[int, list[int]]]:
+        taken: dict[int, Tensor] = {}
+        with torch.no_grad(), self._borrow(taken, self.layer_ids):
+            output = self.model(input_ids=ids, use_cache=True, **arguments)
+        return output, {i: list(taken[i].shape) if i in taken else [] for i in self.layer_ids}
+
+    def check_trees(self) -> None:
+        """Try a small tree; raise ValueError, naming the model's class and the reason, where trees are not exact."""
+        fault = "layers whose state follows one path" if "stateful" in self._plan else None
+        fault = fault or ("RoPE that changes with the length" if self._rope_switch is not None else None)
+        fault = fault or (None if self._takes_positions else "a forward without `position_ids`")
+        if (self.max_length or PROBE_TOKENS) < PROBE_TOKENS:
+            fault = fault or f"a context of {self.max_length} positions, too short to try a tree"
+        if fault is None:
+            from .tree_masks import TreeMasks
+
+            try:
+                self._tree_masks = TreeMasks(self._text_config, self.dtype).build
+                fault = tree_fault(self, self._trial_ids(PROBE_TOKENS))
+            except ValueError as error:
+                fault = str(error)
+        if fault is not None:
+            self._refuse("attention that takes a tree of slots exactly (path='tree')", fault)
+
+
+def load_tokenizer(path_or_id: str | Path, **kwargs: Any) -> Any:
+    """The tokenizer that belongs to a target: a folder or a hub id, and keywords of transformers' AutoTokenizer."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(path_or_id, **kwargs)
+
+
+def _default_device() -> str:
+    return next((kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()), "cpu")
+
+
+def _take(taken: dict[int, Tensor], i: int, module: nn.Module, args: Any, output: Any) -> None:
+    taken[i] = output if isinstance(output, Tensor) else output[0]

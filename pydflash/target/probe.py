@@ -1,0 +1,91 @@
+"""Trials of a target on a few tokens: whether recurrent layers roll back, and whether trees are taken, exactly."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..tree import Tree, tree_of
+
+_PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # two branches with siblings; the path 0, 2, 5 leaves gaps
+_PATH = (0, 2, 5)
+PROBE_TOKENS = 13
+
+
+class Tried(Protocol):
+    """What a trial needs of a target, of either path."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def new_cache(self, batch: int, capacity: int) -> Any: ...
+    def prefill(self, ids: Tensor, cache: Any) -> Any: ...
+    def verify(self, tokens: Tensor, cache: Any, tree: Tree | None = None) -> Any: ...
+    def commit(self, cache: Any, index: Tensor, num_accepted: Tensor) -> None: ...
+
+
+def rollback_fault(target: Tried, ids: Tensor, expected: Tensor) -> str | None:
+    """Rounds of several sizes, some with rejected tokens: the logits must be those of one forward over `ids`.
+
+    Returns: what is wrong, or None.
+    """
+    start = end = 5
+    cache = target.new_cache(1, ids.shape[1])
+    rows = []
+    try:
+        target.prefill(ids[:, :start], cache)
+        for size, kept in ((4, 2), (1, 1), (3, 3), (2, 1), (1, 1), (4, 4), (1, 1)):
+            block = torch.cat([ids[:, end : end + kept], ids[:, : size - kept]], 1)
+            rows.append(target.verify(block, cache).logits[:, :kept])
+            index = torch.tensor([[*range(kept), *[-1] * (size - kept)]])
+            target.commit(cache, index, torch.tensor([kept - 1]))
+            end += kept
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return _distance(target, torch.cat(rows, 1)[0], expected[0, start:end])
+
+
+def tree_fault(target: Tried, ids: Tensor) -> str | None:
+    """A tree after a few tokens, and a chain after one of its paths: the logits must be those of plain forwards.
+
+    ids: [1, PROBE_TOKENS]. Returns: what is wrong, or None.
+    """
+    context, slots, after = ids[:, :3], ids[:, 3:11], ids[:, 11:13]
+    parents = list(_PARENTS)
+    try:
+        cache = target.new_cache(1, 16)
+        target.prefill(context, cache)
+        got = target.verify(slots, cache, tree_of(parents, target.device)).logits[0]
+        wanted = torch.empty_like(got)
+        for slot in range(len(parents)):
+            path = [slot]
+            while path[0]:
+                path.insert(0, parents[path[0]])
+            wanted[slot] = _plain(target, torch.cat([context, slots[:, path]], 1))[-1]
+        if (fault := _distance(target, got, wanted)) is not None:
+            return fault
+        index = torch.tensor([[*_PATH, *[-1] * (len(parents) - len(_PATH))]])
+        target.commit(cache, index, torch.tensor([len(_PATH) - 1]))
+        got = target.verify(after, cache).logits[0]
+        wanted = _plain(target, torch.cat([context, slots[:, list(_PATH)], after], 1))[-2:]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return _distance(target, got, wanted)
+
+
+def _plain(target: Tried, ids: Tensor) -> Tensor:
+    cache = target.new_cache(1, ids.shape[1])
+    return target.verify(ids, cache).logits[0]
+
+
+def _distance(target: Tried, got: Tensor, wanted: Tensor) -> str | None:
+    got, wanted = got.float(), wanted.float()
+    distance = ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max().item()
+    # Rounding stays far below; a state that is dropped, doubled or updated by another rule does not.
+    return (
+        None
+        if distance <= (2e-4 if target.dtype == torch.float32 else 0.2)
+        else f"logits off by {distance:.0e} of their norm"
+    )

@@ -1,0 +1,129 @@
+"""Whether a model's layers do what the decoder built of them does: in one forward, module by module.
+
+Its residual stream must be carried on bit by bit, since no comparison of logits in half precision would notice a
+factor near 1; queries, attention and MLP must agree up to rounding, at the start of the context and at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..decoder.stack import Decoder, LayerWeights, block_masks
+
+if TYPE_CHECKING:
+    from .layers import Recognised
+
+_FAR = 1 << 16  # where a model states no context limit
+_CLOSE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.1, 0.02), torch.float16: (0.03, 0.01)}  # outputs, norms of q
+
+
+class _Seen(NamedTuple):
+    taken: Tensor
+    given: Tensor
+
+
+def wiring_fault(
+    own: Recognised, ids: Tensor, run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
+) -> str | None:
+    """What the model does otherwise than its decoder, or None.
+
+    ids: [1, S]. run: the model's own forward over ids at positions [1, S]; gives its logits [1, S, V] and the norm of
+    the queries of each layer.
+    """
+    size = ids.shape[1]
+    for start in (0, max(0, (own.target.max_length or _FAR) - size)):
+        positions = torch.arange(start, start + size, device=ids.device)[None]
+        with torch.no_grad(), _watch(own) as seen:
+            logits, norms = run(ids, positions)
+            fault = _residual_fault(own, seen, logits) or _sublayer_fault(own, seen, norms, own.tables_at(positions))
+        if fault is not None:
+            return fault
+    return None
+
+
+@contextmanager
+def _watch(own: Recognised) -> Iterator[dict[nn.Module, _Seen]]:
+    """What each module of interest takes and gives."""
+    seen: dict[nn.Module, _Seen] = {}
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = output if isinstance(output, Tensor) else output[0]
+        seen[module] = _Seen(args[0] if args else next(iter(kwargs.values())), given)
+
+    handles = [module.register_forward_hook(take, with_kwargs=True) for module in _modules(own)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _modules(own: Recognised) -> list[nn.Module]:
+    modules = [own.embed, own.final, own.target.head]
+    for layer in cast("list[Any]", own.target.layers):
+        modules += [layer, layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp]
+    return modules
+
+
+def _residual_fault(own: Recognised, seen: dict[nn.Module, _Seen], logits: Tensor) -> str | None:
+    if any(module not in seen for module in _modules(own)):
+        return "a call of each of its modules"
+    x = seen[own.embed].given
+    for i, layer in enumerate(cast("list[Any]", own.target.layers)):
+        attention, mlp, last = seen[layer.self_attn], seen[layer.mlp], seen[layer].given
+        first, second = seen[layer.input_layernorm], seen[layer.post_attention_layernorm]
+        between = x + attention.given
+        pairs = (
+            ("norm before attention", first.taken, x),
+            ("attention's input", attention.taken, first.given),
+            ("sum after attention", second.taken, between),
+            ("MLP's input", mlp.taken, second.given),
+            ("sum after the MLP", last, between + mlp.given),
+        )
+        for name, got, wanted in pairs:
+            if not torch.equal(got, wanted):
+                return f"a plain {name} in layer {i}"
+        x = last
+    final, head = seen[own.final], seen[own.target.head]
+    ends = (("final norm", final.taken, x), ("head", head.taken, final.given), ("logits", logits, head.given))
+    return next((f"plain {name}" for name, got, wanted in ends if not torch.equal(got, wanted)), None)
+
+
+def _sublayer_fault(
+    own: Recognised, seen: dict[nn.Module, _Seen], norms: list[Tensor], tables: tuple[Tensor, Tensor]
+) -> str | None:
+    decoder = own.decoder
+    outputs_close, norms_close = _CLOSE[own.target.dtype]
+    parts = zip(cast("list[Any]", own.target.layers), decoder.layers, norms, strict=True)
+    for i, (layer, weights, norm) in enumerate(parts):
+        x = seen[layer.mlp].taken[0]
+        mlp = weights.down(weights.gate_up(x))
+        q, attended = _attended(decoder, weights, seen[layer.self_attn].taken, tables)
+        pairs = (
+            ("queries", q.float().norm(), norm, norms_close),
+            ("attention", attended.float(), seen[layer.self_attn].given[0].float(), outputs_close),
+            ("MLP", mlp.float(), seen[layer.mlp].given[0].float(), outputs_close),
+        )
+        for name, got, wanted, close in pairs:
+            distance = ((got - wanted).norm() / wanted.norm()).item()
+            if not distance <= close:
+                return f"plain {name} in layer {i}, off by {distance:.0e}"
+    return None
+
+
+def _attended(decoder: Decoder, layer: LayerWeights, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Queries, and causal self-attention [S, H], of the rows x [1, S, H] alone, which stand at the tables' rows."""
+    size = x.shape[1]
+    depths, _, visibility = block_masks(size, x.device)
+    lengths = torch.zeros(1, dtype=torch.int32, device=x.device)
+    k = x.new_empty(1, decoder.num_kv_heads, size, decoder.head_dim)
+    v, cache = torch.empty_like(k), torch.zeros_like(k)
+    q = decoder.heads(layer, layer.qkv(x[0])[None], tables, lengths, depths, k, v)
+    out = ops.block_attention(q, cache, cache, k, v, lengths, visibility, depths, layer.window, decoder.scale)
+    return q, layer.output(out.transpose(1, 2).reshape(size, -1))
