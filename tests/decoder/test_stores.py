@@ -54,7 +54,8 @@ def test_context_in_pieces_is_context_at_once(version: int, changes: dict[str, A
         assert cache.lengths.tolist() == [at]
         whole = drafter.new_cache(1, total)
         drafter.append_context(features[:, :at], whole)
-        torch.testing.assert_close(hidden(drafter, cache, [5]), hidden(drafter, whole, [5]), rtol=0, atol=1e-5)
+        # torch's products of other row counts sum in another order, by the processor: up to 1.1e-5 was seen
+        torch.testing.assert_close(hidden(drafter, cache, [5]), hidden(drafter, whole, [5]), rtol=0, atol=3e-5)
     assert cache.rows == (WINDOW - 1 if changes in (SLIDING, BIDIRECTIONAL) else total)
 
 

@@ -439,7 +439,7 @@ def test_input_conditioned_ablation_trains_as_it_drafts() -> None:
         drafter.append_context(batch.features[:, 6:9], cache, torch.tensor([3, 3]))
         cache.newest = drafter.fuse(torch.stack([batch.features[0, 8], batch.features[1, 7]]))
         want = drafter.hidden(batch.ids[[0, 1], [9, 8]], cache, table, 4)
-    torch.testing.assert_close(got[:, 0], want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[:, 0], want, rtol=0, atol=3e-5)  # products of other shapes: 1.1e-5 was seen
 
 
 def test_input_conditioned_ablation_is_never_taken_for_a_drafter(tmp_path: Path) -> None:
