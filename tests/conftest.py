@@ -11,18 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from devices import DEVICES, unusable
 
 from pydflash.ops import backends
 
 backends.require()
-
-
-def unusable(kind: str) -> str:
-    """Why tests cannot run on a device of this kind; empty if they can."""
-    backend = backends.load(kind)
-    if not backend.usable:
-        return backend.reason
-    return "torch sees no CUDA device" if kind == "cuda" and not torch.cuda.is_available() else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,9 +35,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "slow" not in item.keywords]
 
 
-DEVICES = ("cpu", "cuda", "sycl")
-
-
 @pytest.fixture(params=[kind for kind in DEVICES if kind == "cpu" or not unusable(kind)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Each device whose native backend is usable; the header says why one is not. SYCL kernels run on the CPU."""
@@ -55,14 +45,3 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         return
     with backends.running("sycl"):
         yield torch.device("cpu")
-
-
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-
-
-def assert_matches(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
-    """`got` equals the float64 `want` up to rounding of got's dtype, relative to want's norm; NaN never passes."""
-    tolerance = TOLERANCES[got.dtype] if tolerance is None else tolerance
-    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    difference = (got.double().cpu() - want.double().cpu()).norm()
-    assert difference <= tolerance * want.double().norm().cpu() + 1e-30, f"error {difference:.3e}"

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from fakes import FakeTarget, scripted
-from pairs import MASK, VOCAB, Scripted, build_drafter
+from pairs import MASK, VOCAB, Scripted, build_drafter, unbounded
 from tiny_models import TINY
 
 from pydflash import Drafter, Speculator, Target
@@ -245,17 +245,6 @@ def test_windowed_drafter_keeps_a_ring_through_the_loop() -> None:
     out, same = (Speculator(target, d).generate(PROMPT, 40, return_proposals=True) for d in (drafter, whole))
     assert out.token_ids == same.token_ids == TEXT[3:43]
     assert out.stats.proposals == same.stats.proposals
-
-
-def unbounded(drafter: Drafter, batch: int, capacity: int) -> Any:
-    from pydflash.decoder.stores import KVCache
-
-    drafter.reserve(capacity)
-    config = drafter.config
-    return KVCache(
-        config.num_layers, batch, config.num_kv_heads, config.head_dim, capacity,
-        dtype=drafter.dtype, device=drafter.device,
-    )  # fmt: skip
 
 
 # --- many prompts, backends -----------------------------------------------------------------------------------

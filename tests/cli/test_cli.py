@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from cli_cases import run, tiny_drafter_config
 from rich.console import Console
-from tiny_models import TINY
-from tiny_tokenizer import VOCAB, save_tokenizer
+from tiny_tokenizer import VOCAB
 
 import pydflash
-from pydflash.checkpoints.config import DrafterConfig
 from pydflash.cli import commands as cli
 from pydflash.cli import demo
 from pydflash.drafter.module import Drafter
@@ -30,50 +29,8 @@ from pydflash.stats import Stats
 from pydflash.target.generic import Target
 
 
-def tiny_drafter_config(**changes: object) -> DrafterConfig:
-    values: dict = {
-        "version": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rope": {"rope_type": "default", "rope_theta": 10000.0},
-        "target_layer_ids": (0, 2),
-        "num_target_layers": 4,
-        "mask_token_id": 257,
-        "block_size": 4,
-        "conv_kernel_size": 2,
-        "conv_group_size": 16,
-        "selector_rank": 8,
-        "selector_top_k": 8,
-    }
-    return DrafterConfig(**(values | changes))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a random target (4 layers, hidden 64, one token per byte, fp32) and of a drafter for it."""
-    root = tmp_path_factory.mktemp("pair")
-    target, drafter = root / "target", root / "drafter"
-    torch.manual_seed(3)
-    TINY["llama"](vocab_size=VOCAB).save_pretrained(target)
-    save_tokenizer(target)
-    Drafter(tiny_drafter_config()).save_pretrained(drafter)
-    return target, drafter
-
-
 def expected(target: Path, prompt: Any, **options: Any) -> Generation:
     return Speculator.from_pretrained(target, None, device="cpu").generate(prompt, **options)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = cli.main([str(part) for part in argv])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_generate_prints_the_text_and_a_line_of_numbers(

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_cases import run
+from pairs import fitted_prompts
 from rich.console import Console
-from test_cli import pair, run
-from test_trees import fitted, fitted_prompts
+from tree_cases import fitted
 
 from pydflash import Speculator
 from pydflash.cli.tree_view import TreeOfRound, accepted_path
-
-__all__ = ["pair"]  # the fixture
 
 TOKENS, PARENTS = [9, 1, 2, 3, 3, 4], [-1, 0, 0, 1, 2, 3]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_matches
+from decoder_cases import KINDS, RAGGED, appended, both
+from matching import assert_matches
 from pairs import HIDDEN, VOCAB
-from test_decoder import KINDS, RAGGED, appended, both
 from tiny_models import TINY
 from torch import Tensor
 

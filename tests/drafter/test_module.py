@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from draft_cases import HEAD, TABLE, draft, randn, same, with_context
 from pairs import MASK, build_drafter
-from test_drafter import HEAD, TABLE, draft, randn, same, with_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from conftest import TOLERANCES
 from cpu_levels import over_levels
+from matching import TOLERANCES
 from torch import Tensor
 
 from pydflash import ops

@@ -74,3 +74,7 @@ def counts(stats: Stats, proposals: bool = True) -> tuple[Any, ...]:
 def assert_same(got: Generation, want: Generation, proposals: bool = True) -> None:
     assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
     assert counts(got.stats, proposals) == counts(want.stats, proposals)
+
+
+def moved(model: Any, device: torch.device) -> Any:
+    return model if device.type == "cpu" else copy.deepcopy(model).to(device)

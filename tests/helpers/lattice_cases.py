@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from conftest import assert_matches
+from matching import assert_matches
 from torch import Tensor
 
 from pydflash import ops

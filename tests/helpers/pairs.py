@@ -178,3 +178,14 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
         loss.backward()
         optimizer.step()
     return drafter.eval()
+
+
+def unbounded(drafter: Drafter, batch: int, capacity: int) -> Any:
+    from pydflash.decoder.stores import KVCache
+
+    drafter.reserve(capacity)
+    config = drafter.config
+    return KVCache(
+        config.num_layers, batch, config.num_kv_heads, config.head_dim, capacity,
+        dtype=drafter.dtype, device=drafter.device,
+    )  # fmt: skip

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import assert_rows, bidirectional, bits_of, causal, chain, check, make_case, tree
-from conftest import unusable
 from cpu_levels import over_levels
+from devices import unusable
 from torch import Tensor
 
 from pydflash import ops

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_matches
 from fused_cases import DTYPES, EPS, NARROW, agreement, normal, tables
+from matching import assert_matches
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_matches
 from cpu_levels import over_levels
 from fused_cases import DTYPES, normal
+from matching import assert_matches
 from torch import Tensor
 
 from pydflash import ops

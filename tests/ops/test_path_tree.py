@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_matches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lattice_cases import (
@@ -26,6 +25,7 @@ from lattice_cases import (
     tree,
     viterbi,
 )
+from matching import assert_matches
 from sampling_cases import DTYPES, FIXTURES, LEVELS, instruction_level
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

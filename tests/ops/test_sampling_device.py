@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sampling_cases import RejectCase, reject_case
-from test_path_select import on, select_case
+from select_cases import on, select_case
 from torch import Tensor
 
 from pydflash import ops

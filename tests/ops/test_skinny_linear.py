@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_matches, unusable
+from devices import unusable
+from matching import assert_matches
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import unusable
 from device_pairs import NOBODY, pair, prompts_of
+from devices import unusable
 
 from pydflash import Generation, Speculator, ops
 from pydflash.ops import _native, backends

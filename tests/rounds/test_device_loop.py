@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from device_pairs import LAYERS, NOBODY, assert_same, counts, know, pair, prompts_of
+from device_pairs import LAYERS, NOBODY, assert_same, counts, know, moved, pair, prompts_of
 from fakes import byte_tokenizer
 from pairs import VOCAB, build_drafter
-from test_fused_target import moved
 from tiny_models import TINY
 
 from pydflash import Speculator

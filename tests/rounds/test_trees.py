@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from greedy_texts import RECURRENT, chain, greedy, prompt_of, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import VOCAB, build_drafter, fit, fitted_prompts
-from test_target import RECURRENT, chain, greedy, prompt_of, target_of
+from pairs import VOCAB, fitted_prompts
 from tiny_models import TINY
+from tree_cases import Fill, filled, fitted, mixed, random_parents, right, wrong
 
 from pydflash import Speculator, Target
 from pydflash.rounds.paths import Block, Paths, lattice_nodes
 from pydflash.tree import Tree, accepted_slots, tree_of
-
-Fill = Callable[[random.Random, list[int], int], int]
-
-
-def random_parents(draw: random.Random, nodes: int, depth: int = 6) -> list[int]:
-    """Any shape: each node below any earlier one that is not too deep."""
-    parents, depths = [-1], [0]
-    for _ in range(nodes):
-        parent = draw.choice([i for i, d in enumerate(depths) if d < depth])
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return parents
-
-
-def right(draw: random.Random, text: list[int], at: int) -> int:
-    return text[at] if at < len(text) else 0
-
-
-def wrong(draw: random.Random, text: list[int], at: int) -> int:
-    return (right(draw, text, at) + 1 + draw.randrange(VOCAB - 2)) % VOCAB
-
-
-def mixed(draw: random.Random, text: list[int], at: int) -> int:
-    return right(draw, text, at) if draw.random() < 0.6 else draw.randrange(VOCAB)
-
-
-def filled(draw: random.Random, parents: Sequence[int], anchor: int, text: list[int], at: int, fill: Fill) -> list[int]:
-    """Tokens for a tree: `fill` names the one for its place in the text; siblings differ."""
-    depths, tokens = [0], [anchor]
-    for slot, parent in enumerate(parents[1:], 1):
-        depths.append(depths[parent] + 1)
-        taken = {tokens[i] for i in range(1, slot) if parents[i] == parent}
-        token = fill(draw, text, at + depths[slot] - 1)
-        while token in taken or (fill is wrong and token == right(draw, text, at + depths[slot] - 1)):
-            token = draw.randrange(VOCAB)
-        tokens.append(token)
-    return tokens
 
 
 def decode(target: Target, ids: torch.Tensor, text: list[int], fill: Fill, seed: int) -> tuple[list[int], int]:
@@ -129,12 +92,6 @@ def test_every_slot_sees_its_own_path_only(name: str, seed: int, nodes: int, con
     after = target.verify(torch.tensor([[5, 6]]), cache).logits[0]
     want = logits_of(target, [*before, *(tokens[i] for i in path), 5, 6])[-2:]
     torch.testing.assert_close(after, want, rtol=1e-4, atol=1e-4)
-
-
-@functools.cache
-def fitted(version: int, family: str = "qwen3") -> tuple[Any, Any]:
-    model = TINY[family](num_hidden_layers=6)
-    return model, fit(build_drafter(version, block_size=4), model, steps=60)
 
 
 class AnyTrees:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from conftest import assert_matches
+from device_pairs import moved
+from greedy_texts import greedy, model_of, prompt_of
+from matching import assert_matches
 from target_cases import CASES, EITHER, FUSED, OLDER, OWN, REFUSED, UNFIT
-from test_target import greedy, model_of, prompt_of
-from test_trees import Fill, filled, mixed, random_parents, right, wrong
 from tiny_models import TINY
+from tree_cases import Fill, filled, mixed, random_parents, right, wrong
 
 from pydflash import Speculator, Target
 from pydflash.decoder.adjacent import joined
@@ -27,10 +28,6 @@ TAPS = (2, 0)
 COUNT = 16
 NEAR = 2e-5  # of the norm
 LENGTHS = (3, 19)  # both cross the window of 8 while they grow; the second begins behind it
-
-
-def moved(model: Any, device: torch.device) -> Any:
-    return model if device.type == "cpu" else copy.deepcopy(model).to(device)
 
 
 def fast_of(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> FastTarget:
