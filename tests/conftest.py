@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 
@@ -28,7 +29,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [*missing, *slow]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test of `grid(step)` keeps every step-th of its cases on each device; the others count as slow."""
+    seen: collections.Counter[tuple[str, object]] = collections.Counter()
+    for item in items:
+        if grid := item.get_closest_marker("grid"):
+            name = item.nodeid.partition("[")[0], item.callspec.params.get("device")  # type: ignore[attr-defined]
+            if seen[name] % grid.args[0]:
+                item.add_marker("slow")
+            seen[name] += 1
     if not config.getoption("--full"):
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)

@@ -203,6 +203,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("quality", ["none", "good", "bad"])
 def test_sampled_drafts_keep_the_law(quality: str, options: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ def drafter_for(target: Target, version: int, **changes: Any) -> Drafter:
     return build_drafter(version, num_target_layers=target.num_layers, **changes)
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("kind", ["perfect", "wrong", 1, 2])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_next"])

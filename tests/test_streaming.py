@@ -33,6 +33,7 @@ def story_teller(tokenizer: Any, drafter: str | int | None, block_size: int = 4)
     return Speculator(target, Scripted(text, block_size, 257, wrong=drafter == "wrong"), tokenizer)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("drafter", ["perfect", "wrong", 1, 2, None])
 @pytest.mark.parametrize("stop", [None, "Café", "ü", "saß i", "The end.", "😀", ["las", "Caf"], "."])
 def test_streaming_is_the_whole_text(drafter: Any, stop: Any, tokenizer: Any) -> None:

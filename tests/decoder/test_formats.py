@@ -117,6 +117,7 @@ def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         Speculator(model, None, quantize="int8")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("version", [1, 2])

@@ -64,6 +64,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {p: export(work, drafter, profile=p, debug_outputs=True) for p in PROFILES}
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_config_matches_torch(case: dict[str, Exported], profile: str) -> None:
     found = case[profile]
@@ -195,6 +196,7 @@ def test_openvino_runs_the_portable_graph(tmp_path: Path, version: int, quantize
             np.testing.assert_array_equal(got["draft_ids"], want["tokens"])
 
 
+@pytest.mark.slow
 def test_torch_onnx_makes_a_graph_that_computes_the_same(tmp_path: Path) -> None:
     """Another way from the same weights to hidden states: the builder's mistakes are not in it."""
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")

@@ -153,6 +153,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("path", ["walk", "viterbi", "tree"])

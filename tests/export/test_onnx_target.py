@@ -108,6 +108,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": model, "drafter": drafter, "folder": folder, "work": work}
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("path", ["walk", "tree", "auto tree"])
 @pytest.mark.parametrize("quantize", [None, "8bit", "4bit", "int8"])
 def test_greedy_text_is_that_of_the_same_target_decoded_plainly(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from device_pairs import LAYERS, NOBODY, assert_same, counts, know, moved, pair, prompts_of
 from fakes import byte_tokenizer
+from grids import slow
 from pairs import VOCAB, build_drafter
 from tiny_models import TINY
 
@@ -46,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("version", [1, 2])
 def test_batches_are_the_hosts_rows(version: int, options: str, device: torch.device) -> None:
@@ -71,7 +73,7 @@ def test_batches_are_the_hosts_rows(version: int, options: str, device: torch.de
     assert 0 < many[0].stats.decode_seconds < 60
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", slow("mistral")])
 def test_other_families(family: str, device: torch.device) -> None:
     """Windows, learned positions, and layers of the model's own, under chains and trees."""
     changes = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gemma3" else {}

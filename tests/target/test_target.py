@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from greedy_texts import EXACT_RECURRENT, NEW_TOKENS, RECURRENT, chain, greedy, model_of, prompt_of, target_of
+from grids import slow
 from tiny_models import LAYERS, TINY, VOCAB
 from torch import nn
 
@@ -73,12 +74,18 @@ def check_loop(name: str, attention: str | None, length: int, drafters: Sequence
             assert set(accepted[:-1]) == {BLOCK - 1}
 
 
+@pytest.mark.parametrize("draft", [at_random, *map(slow, (perfect, always_wrong))])
 @pytest.mark.parametrize("name", TINY)
-def test_greedy_text_under_any_drafter(name: str) -> None:
-    plain = (no_drafts,) if name in ("llama", *RECURRENT) else ()
-    check_loop(name, None, 8, (perfect, always_wrong, at_random, *plain))
+def test_greedy_text_under_any_drafter(name: str, draft: Drafter) -> None:
+    check_loop(name, None, 8, (draft,))
 
 
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
+def test_greedy_text_without_drafts(name: str) -> None:
+    check_loop(name, None, 8, (no_drafts,))
+
+
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("length", [6, 7, 9])
 @pytest.mark.parametrize("name", SLIDING)
 def test_greedy_text_across_the_window_edge(name: str, length: int) -> None:

@@ -49,6 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(out, rows, printed.getvalue())
 
 
+@pytest.mark.slow
 def test_the_drafter_is_accepted(made: Made) -> None:
     assert [row["temperature"] for row in made.rows] == [0, 1]
     assert [row["requests"] + row["loops"] for row in made.rows] == [6, 6]
@@ -57,6 +58,7 @@ def test_the_drafter_is_accepted(made: Made) -> None:
     assert f"temperature 1: {made.rows[1]['acceptance_length']:.2f}" in made.printed
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_in_no_record(made: Made) -> None:
     tokenizer, reader = load_tokenizer(made.out / "target"), ShardReader(made.out / "records")
     asked = set()
@@ -70,6 +72,7 @@ def test_held_out_prompts_are_in_no_record(made: Made) -> None:
     assert not asked & set(held_out)
 
 
+@pytest.mark.slow
 def test_a_second_call_makes_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in made.out.glob("*/*.safetensors")}
     assert len(before) == 3
@@ -79,6 +82,7 @@ def test_a_second_call_makes_nothing(made: Made, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("Done already.") == 4
 
 
+@pytest.mark.slow
 def test_the_printed_command_answers(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     command = shlex.split(made.printed.rpartition("\n$ ")[2].replace("\\\n", ""))
     assert command[0] == "pydflash"
@@ -88,6 +92,7 @@ def test_the_printed_command_answers(made: Made, capsys: pytest.CaptureFixture[s
     assert len(set(plain.token_ids)) > 8
 
 
+@pytest.mark.slow
 def test_every_step_prints_a_command_that_is_one(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     shown = [shlex.split(part.replace("\\\n", "")) for part in re.findall(r"^\$ ((?:.*\\\n)*.*)", made.printed, re.M)]
     assert [" ".join(command[1:3]) for command in shown[:2]] == ["train data", "train fit"]
@@ -97,6 +102,7 @@ def test_every_step_prints_a_command_that_is_one(made: Made, capsys: pytest.Capt
         assert arguments.target == str(made.out / "target")
 
 
+@pytest.mark.slow
 def test_foreign_folders_are_refused(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert cli.main(["train", "toy", "--out", str(tmp_path)]) == 2

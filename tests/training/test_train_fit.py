@@ -80,6 +80,7 @@ def torchrun(command: list[str], environment: dict[str, str]) -> subprocess.Comp
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_path: Path) -> None:
     """Both ranks see half of each batch; one writes. A stopped run goes on under the same command."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
