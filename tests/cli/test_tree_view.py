@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from cli_cases import run
-from pairs import fitted_prompts
+from pairs import fitted, fitted_prompts
 from rich.console import Console
-from tree_cases import fitted
 
 from pydflash import Speculator
 from pydflash.cli.tree_view import TreeOfRound, accepted_path

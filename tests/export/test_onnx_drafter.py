@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from exported import Exported, export, session_of
-from pairs import VOCAB, build_drafter, fit, fitted_prompts, official_drafter
+from pairs import VOCAB, build_drafter, fitted_prompts, official_drafter
+from pairs import fitted as learned
 from scipy import stats
 from tiny_models import TINY
 from tiny_tokenizer import save_tokenizer
@@ -140,11 +142,11 @@ def test_the_greedy_path_is_the_official_selectors(tmp_path: Path) -> None:
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A tiny target, drafters that were taught its text, and their exports."""
     work = tmp_path_factory.mktemp("fitted")
-    target = TINY["qwen3"](num_hidden_layers=6)
+    target = copy.deepcopy(learned(1, 6)[0])
     target.save_pretrained(work / "target")
     made: dict[str, Any] = {"target": target, "work": work}
     for version in (1, 2):
-        drafter = fit(build_drafter(version, block_size=6), target)
+        drafter = copy.deepcopy(learned(version, 6)[1])
         drafter.save_pretrained(work / f"drafter{version}")
         made[f"torch{version}"] = drafter
         for profile in PROFILES:

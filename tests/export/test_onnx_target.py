@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import build_drafter, fit, fitted_prompts
+from pairs import fitted, fitted_prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY
 from tiny_tokenizer import save_tokenizer
@@ -99,8 +100,7 @@ def test_a_prompt_longer_than_a_run_is_cut(tmp_path: Path, monkeypatch: pytest.M
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A target and a drafter that was taught its text, both exported into one folder."""
     work = tmp_path_factory.mktemp("pair")
-    model = TINY["qwen3"](num_hidden_layers=6)
-    drafter = fit(build_drafter(2, block_size=6), model)
+    model, drafter = copy.deepcopy(fitted(2, 6))
     drafter.save_pretrained(work / "drafter")
     folder = written(work, model)
     save_tokenizer(folder)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pairs import VOCAB, build_drafter, fit, fitted_prompts
+from pairs import VOCAB, build_drafter, fitted, fitted_prompts
 from tiny_models import TINY
 
 from pydflash import Drafter, Generation, Speculator, Stats
@@ -24,10 +24,9 @@ def pair(version: int | str, kind: str) -> tuple[Any, Any]:
     if kind != "cpu":
         model, drafter = pair(version, "cpu")
         return copy.deepcopy(model).to(kind), copy.deepcopy(drafter).to(kind)
-    model = TINY["qwen3"](num_hidden_layers=LAYERS)
     if version == "knowing":
-        return model, Knowing(build_drafter(1, block_size=4).config).eval()
-    return model, fit(build_drafter(int(version), block_size=4), model, steps=120)
+        return TINY["qwen3"](num_hidden_layers=LAYERS), Knowing(build_drafter(1, block_size=4).config).eval()
+    return fitted(int(version))
 
 
 class Knowing(Drafter):

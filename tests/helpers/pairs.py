@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import TINY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -178,6 +180,13 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
         loss.backward()
         optimizer.step()
     return drafter.eval()
+
+
+@functools.cache
+def fitted(version: int, block_size: int = 4) -> tuple[Any, Drafter]:
+    """A tiny model and a drafter that learned its text; shared by all tests, so copy them before a change."""
+    model = TINY["qwen3"](num_hidden_layers=TARGET_LAYERS)
+    return model, fit(build_drafter(version, block_size=block_size), model)
 
 
 def unbounded(drafter: Drafter, batch: int, capacity: int) -> Any:

@@ -1,14 +1,11 @@
-"""Trees of drafts of any shape, filled with right and wrong tokens, and drafters fitted to a tiny model."""
+"""Trees of drafts of any shape, filled with right and wrong tokens."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from pairs import VOCAB, build_drafter, fit
-from tiny_models import TINY
+from pairs import VOCAB
 
 Fill = Callable[[random.Random, list[int], int], int]
 
@@ -46,9 +43,3 @@ def filled(draw: random.Random, parents: Sequence[int], anchor: int, text: list[
             token = draw.randrange(VOCAB)
         tokens.append(token)
     return tokens
-
-
-@functools.cache
-def fitted(version: int, family: str = "qwen3") -> tuple[Any, Any]:
-    model = TINY[family](num_hidden_layers=6)
-    return model, fit(build_drafter(version, block_size=4), model, steps=60)

@@ -12,9 +12,9 @@ from greedy_texts import RECURRENT, chain, greedy, prompt_of, target_of
 from grids import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import VOCAB, fitted_prompts
+from pairs import VOCAB, fitted, fitted_prompts
 from tiny_models import TINY
-from tree_cases import Fill, filled, fitted, mixed, random_parents, right, wrong
+from tree_cases import Fill, filled, mixed, random_parents, right, wrong
 
 from pydflash import Speculator, Target
 from pydflash.rounds.paths import Block, Paths, lattice_nodes

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import HIDDEN, VOCAB, build_drafter, fit, fitted_prompts
+from pairs import HIDDEN, VOCAB, build_drafter, fitted, fitted_prompts
 from tiny_models import TINY
 from torch.nn import functional as F
 
@@ -400,8 +400,7 @@ def test_plan_uses_every_record_once_and_changes_by_epoch() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_replay_finds_the_rounds_of_the_loop(version: int) -> None:
-    model = TINY["qwen3"](num_hidden_layers=6)
-    drafter = fit(build_drafter(version, block_size=4), model, steps=60)
+    model, drafter = fitted(version)
     spec, target = Speculator(model, drafter), Target(model, drafter.config.target_layer_ids)
     for prompt in fitted_prompts()[:3]:
         out = spec.generate(prompt, 40)
@@ -413,8 +412,7 @@ def test_replay_finds_the_rounds_of_the_loop(version: int) -> None:
 def test_sampled_rounds_are_those_of_the_loop_in_law() -> None:
     """Mean rounds of 150 sampled requests against the expectation over 150 plain texts: within 4 standard errors."""
     temperature = 0.7
-    model = TINY["qwen3"](num_hidden_layers=6)
-    drafter = fit(build_drafter(2, block_size=4), model, steps=60)
+    model, drafter = fitted(2)
     target, prompt, tokens = Target(model, drafter.config.target_layer_ids), fitted_prompts()[0], 8
     spec, plain = Speculator(target, drafter), Speculator(model, None)
     options: dict[str, Any] = {"temperature": temperature, "stop_token_ids": []}
