@@ -337,7 +337,9 @@ def onnx_draft() -> str:
     rows = []
     for step, cells in steps.items():
         if set(cells) == set(columns) and step.endswith(", full"):
-            rows.append([step.removesuffix(", full"), *(f"{cells[c]['p10']:.1f} ({cells[c]['ratio']:.1f}x)" for c in columns)])
+            rows.append(
+                [step.removesuffix(", full"), *(f"{cells[c]['p10']:.1f} ({cells[c]['ratio']:.1f}x)" for c in columns)]
+            )
     head = ("ms", *(f"DFlash{' 2' if v == 2 else ''}, {slots} slots, context {ctx:,}" for v, slots, ctx in columns))
     note = f"SmolLM2's shapes, random weights, {found['context_rows']} new context rows"
     return _table(head, rows) + _caption("onnx_draft", "bench/onnx_draft.py", found["machine"], note)
