@@ -29,6 +29,7 @@ def plot(rows: Rows, path: Path) -> None:
     Writes a PNG, 1200 pixels wide, atomically. Whiskers are 95 % intervals over prompts.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     temperatures = sorted({row["temperature"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -40,8 +41,8 @@ def plot(rows: Rows, path: Path) -> None:
     plain, others = methods[0], methods[1:]
     colours = {plain: _BLACK} | {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(others)}
     height = 3 + 2 * len(grown)
-    figure = Figure(figsize=(12, 3.5 * height), dpi=100, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.16)  # type: ignore[union-attr]  # titles keep off the labels above
+    layout = ConstrainedLayoutEngine(h_pad=0.16)  # titles keep off the labels above
+    figure = Figure(figsize=(12, 3.5 * height), dpi=100, layout=layout)
     grid = figure.subplots(height, len(temperatures), sharey="row", squeeze=False)
     for column, temperature in enumerate(temperatures):
         here = [row for row in shown if row["temperature"] == temperature]
