@@ -162,7 +162,7 @@ def plot(report: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    temperatures = list(dict.fromkeys(row["temperature"] for row in report))
+    temperatures = sorted({row["temperature"] for row in report})
     figure, panels = plt.subplots(1, len(temperatures), figsize=(6 * len(temperatures), 4.5), squeeze=False)
     for panel, temperature in zip(panels[0], temperatures, strict=True):
         rows = [row for row in report if row["temperature"] == temperature]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-_NEEDED = ("onnx_ir", "onnxruntime")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, encode: Callable[[str, Sequence[int]], Any]) -> int:
     """encode: Gives the target itself, by its folder and the layers to tap; what an exported target must agree with."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"export: needs {', '.join(missing)}: pip install 'pydflash[onnx]'")
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

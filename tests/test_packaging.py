@@ -93,6 +93,21 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_version_is_that_of_the_metadata() -> None:
     assert importlib.metadata.version("pydflash") == pydflash.__version__
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()  # __init__.py is the one place
+
+
+def test_type_checkers_read_the_annotations() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_readme_fits_one_screen() -> None:
+    assert len(README.split()) <= 1200
+
+
+def test_gguf_is_the_demos_alone() -> None:
+    requires = importlib.metadata.requires("pydflash") or []
+    (gguf,) = [text for text in requires if text.startswith("gguf")]
+    assert re.search(r"extra == ['\"]demo['\"]", gguf)
 
 
 def test_console_script() -> None:
@@ -163,7 +178,7 @@ def test_readme_example_runs(
     for name, folder in (("z-lab/Qwen3-8B-DFlash-b16", drafter), ("Qwen/Qwen3-8B", target)):
         assert f'"{name}"' in code
         code = code.replace(f'"{name}"', repr(str(folder)))
-    monkeypatch.setattr("pydflash.target._default_device", lambda: "cpu")
+    monkeypatch.setattr("pydflash.target.generic._default_device", lambda: "cpu")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     out, plain = names["out"], names["plain"]

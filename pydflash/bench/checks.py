@@ -102,7 +102,8 @@ def check_outputs(json_path: Path | None, png: Path | None) -> None:
         if png.suffix.lower() != ".png":
             raise ValueError(f"bench: --png must end in .png, got {str(png)!r}")
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("bench: --png needs matplotlib, which is not installed")
+            message = "bench: --png needs matplotlib: pip install 'pydflash[train]'"
+            raise ModuleNotFoundError(message, name="matplotlib")
 
 
 def read_sets(files: dict[str, str], count: int) -> dict[str, list[Prompt]]:

@@ -29,8 +29,9 @@ def plot(rows: Rows, path: Path) -> None:
     Writes a PNG, 1200 pixels wide, atomically. Whiskers are 95 % intervals over prompts.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    temperatures = sorted({row["temperature"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     shown = rows
     if len(methods) - 1 > len(_COLOURS):
@@ -40,14 +41,15 @@ def plot(rows: Rows, path: Path) -> None:
     plain, others = methods[0], methods[1:]
     colours = {plain: _BLACK} | {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(others)}
     height = 3 + 2 * len(grown)
-    figure = Figure(figsize=(12, 3.5 * height), dpi=100, layout="constrained")
+    layout = ConstrainedLayoutEngine(h_pad=0.16)  # titles keep off the labels above
+    figure = Figure(figsize=(12, 3.5 * height), dpi=100, layout=layout)
     grid = figure.subplots(height, len(temperatures), sharey="row", squeeze=False)
     for column, temperature in enumerate(temperatures):
         here = [row for row in shown if row["temperature"] == temperature]
         lengths, slots, speeds, *trees = grid[:, column]
         drafting = [row for row in here if row["slot_acceptance"]]
-        _bars(lengths, drafting, "acceptance_length", colours, "tokens per round, mean over prompts")
-        lengths.set_title(f"Acceptance length with 95 % interval, T = {temperature:g}")
+        _bars(lengths, drafting, "acceptance_length", colours, "tokens per round")
+        lengths.set_title(f"Acceptance length, mean over prompts with 95 % interval, T = {temperature:g}")
         _slot_lines(slots, drafting, colours)
         slots.set_title(f"Acceptance by slot, T = {temperature:g}")
         _bars(speeds, here, "tokens_per_second", colours, "tokens per second")
@@ -59,7 +61,8 @@ def plot(rows: Rows, path: Path) -> None:
             for panel, what in zip(panels, ("Acceptance length", "Speed"), strict=True):
                 panel.set_title(f"{what} by size of the tree, {drafter}, T = {temperature:g}")
             if column == 0:
-                panels[0].legend(handles=legend, loc="lower center", ncols=4, frameon=False, fontsize=9)
+                box = {"facecolor": "white", "edgecolor": "white", "framealpha": 1}  # over the line of plain decoding
+                panels[0].legend(handles=legend, loc="lower center", ncols=4, fontsize=9, **box)
     for axis in grid.flat:
         axis.grid(alpha=0.3, axis="y")
         axis.set_axisbelow(True)
@@ -109,7 +112,10 @@ def _tree_panels(axes: Sequence[Any], rows: Rows, drafter: str, plain: str) -> l
                 if row["requests"] > 1:
                     lengths.vlines(place, *row["interval"], color=colour, linewidth=weight["linewidth"] / 1.6)
     level = [r["tokens_per_second"] for r in rows if r["method"] == plain and (r["prompts"] == ALL or len(lines) == 1)]
-    legend += [speeds.axhline(y, color=_BLACK, linewidth=1.2, linestyle=":", label=plain) for y in level]
+    dotted: dict[str, Any] = {"color": _BLACK, "linewidth": 1.2, "linestyle": ":", "label": plain}
+    for y in level:
+        legend.append(speeds.axhline(y, **dotted))
+        lengths.axhline(1, **dotted)  # plain decoding: a token per round
     sizes = sorted({r["num_nodes"] for line in lines.values() for r in line if isinstance(r["num_nodes"], int)})
     sizes = [size for size in sizes if size > reach * 0.08] or [round(reach)]  # smaller ones would run into the walk
     for axis, what in ((lengths, "tokens per round"), (speeds, "tokens per second")):

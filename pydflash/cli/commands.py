@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import sys
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from .info import show_info
+from .packages import missing_module, needs, require
 
 if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "onnx", "onnxruntime", "gguf")
-_OPENMP_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Spinning OpenMP threads collapse on shared cores; it must be set before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    arguments = _parser(sys.argv[1:] if argv is None else list(argv)).parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = " ".join(argv[:2] if argv[:1] == ["train"] else argv[:1])
     try:
+        arguments = _parser(argv).parse_args(argv)
+        require(command)
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
@@ -40,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if arguments.debug:
+        if "--debug" in argv:
             raise
-        print(f"pydflash: error: {' '.join(str(error).split())}", file=sys.stderr)
+        missing = missing_module(error)
+        message = str(error) if missing is None else needs(command, [missing])
+        print(f"pydflash: error: {' '.join(message.split())}", file=sys.stderr)
         return 2
 
 
@@ -173,7 +177,7 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     if argv[:1] == ["export"]:
         _module("export.command").add_arguments(export)
 
-    info = add("info", _info, "show backends, versions, devices and threads", "pydflash info --json")
+    info = add("info", show_info, "show backends, versions, devices and threads", "pydflash info --json")
     info.add_argument("--json", action="store_true", help="for programs")
     return parser
 
@@ -297,6 +301,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if arguments.cross_check:
+        require("export", "onnxscript")
     arguments.target = _ready(arguments.target)
     check_sources(DRAFTER=arguments.drafter, target=arguments.target)
     code: int = _module("export.command").run(arguments, _encode)
@@ -323,77 +329,3 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .demo import run_demo
 
     return run_demo(arguments)
-
-
-def collect_info() -> dict[str, Any]:
-    """What ``pydflash info`` shows, as plain data: package, python, backends, versions, devices, openmp, advice."""
-    import importlib.metadata
-    import importlib.util
-    import platform
-
-    import torch
-
-    from ..ops.backends import backends
-    from .threads import thread_advice
-
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    devices = [f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores"]
-    devices += [f"cuda:{i}: {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    if hasattr(torch, "xpu"):
-        devices += [f"xpu:{i}: {torch.xpu.get_device_name(i)}" for i in range(torch.xpu.device_count())]
-    return {
-        "pydflash": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "backends": {
-            name: {
-                "built": importlib.util.find_spec(f"pydflash._{name}") is not None,
-                "usable": backend.usable,
-                "description": backend.module.description() if backend.module else None,
-                "reason": backend.reason or None,
-            }
-            for name, backend in backends().items()
-        },
-        "torch_cpu_level": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions,
-        "devices": devices,
-        "openmp": {
-            "threads": torch.get_num_threads(),
-            **{name: os.environ.get(name) for name in _OPENMP_SETTINGS},
-        },
-        "thread_advice": thread_advice(torch.get_num_threads()),
-    }
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    report = collect_info()
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"pydflash {report['pydflash']}", show_header=False, title_justify="left")
-    table.add_row("python", f"{report['python']}, {report['platform']}", end_section=True)
-    for name, backend in report["backends"].items():
-        state = backend["description"] if backend["usable"] else f"not usable: {backend['reason']}"
-        table.add_row(f"backend {name}", f"usable, {state}" if backend["usable"] else state)
-    table.add_section()
-    for package, version in report["versions"].items():
-        table.add_row(package, version or "not installed")
-    table.add_row("torch's CPU level", report["torch_cpu_level"], end_section=True)
-    for device in report["devices"]:
-        kind, _, text = device.partition(": ")
-        table.add_row(f"device {kind}", text)
-    table.add_section()
-    for name, value in report["openmp"].items():
-        table.add_row("threads" if name == "threads" else name, "not set" if value is None else str(value))
-    for line in report["thread_advice"]:
-        table.add_row("mind", line)
-    Console(markup=False, highlight=False).print(table)
-    return 0

@@ -64,7 +64,7 @@ def make_toy(out: str | Path, settings: ToySettings | None = None) -> list[dict[
     out, settings = Path(out), settings or ToySettings()
     for package in ("accelerate", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise ImportError(f"train toy: needs {package}, which the extra 'train' of pydflash installs")
+            raise ImportError(f"train toy: needs {package}: pip install 'pydflash[train]'")
     _claim(out, settings)
     target, records, drafter, report = out / "target", out / "records", out / "drafter", out / "bench.json"
     held_out = _prompt_files(out, settings)

@@ -298,7 +298,7 @@ def test_names_of_sources(tmp_path: Path) -> None:
 
 def test_png_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--png needs matplotlib"):
+    with pytest.raises(ImportError, match="--png needs matplotlib"):
         bench_checks.check_outputs(None, tmp_path / "b.png")
 
 

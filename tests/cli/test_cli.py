@@ -191,7 +191,7 @@ def test_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_info", interrupt)
+    monkeypatch.setattr(cli, "show_info", interrupt)
     assert run(capsys, "info") == (130, "", "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,10 @@ def test_real_rounds_can_be_shown(tmp_path: Path) -> None:
     assert f"{max(out.stats.num_accepted)} kept" in shown.title
     assert text(shown.tree).count(" kept") == max(out.stats.num_accepted)
     shown.save_svg(tmp_path / "tree.svg")
-    assert (tmp_path / "tree.svg").read_text().startswith("<svg")
+    svg = (tmp_path / "tree.svg").read_text()
+    assert svg.startswith("<svg")
+    assert "@font-face" not in svg
+    assert "url(" not in re.sub(r"url\(#", "", svg)  # only its own clips are referred to
     assert [p.name for p in tmp_path.iterdir()] == ["tree.svg"]
 
 
