@@ -21,7 +21,6 @@ from .files import (
     MASK_EMBEDDING,
     WEIGHTS,
     few,
-    local_folder,
     read_json,
     read_mask_embedding,
     read_tensors,
@@ -30,6 +29,7 @@ from .files import (
     write_file,
 )
 from .keys import drafter_version
+from .sources import drafter_folder
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")  # may be of another dtype than the layers
@@ -94,7 +94,8 @@ def load_checkpoint(
 ) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Read a drafter from a local folder or, for an id "owner/name", from the Hugging Face hub.
 
-    `hub`: `token`, `cache_dir`, `local_files_only` and what else `huggingface_hub.snapshot_download` takes.
+    "smollm2" is the drafter that comes with the package.
+    `hub`: `token`, `cache_dir`, `local_files_only`, `force_download`.
     Returns the config and the tensors on the CPU under their Z-Lab names, in the dtypes of the files; with
     them, where the drafter has its own: `embed_tokens.weight` [V, H], `lm_head.weight` [V_d, H], `d2t` int64
     [V_d] (target id = draft id + d2t[draft id]) and `mask_embedding` [H].
@@ -102,7 +103,7 @@ def load_checkpoint(
     Raises FileNotFoundError for a missing file and ValueError for everything else that does not fit: it names
     the file and the key or the tensors, what was expected and what was found.
     """
-    folder = local_folder(path_or_id, revision, **hub)
+    folder = drafter_folder(path_or_id, revision, **hub)
     path = folder / "config.json"
     raw = read_json(path)
     try:

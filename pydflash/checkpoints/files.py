@@ -49,22 +49,31 @@ def refuse(where: object, problem: str) -> NoReturn:
     raise ValueError(f"load_checkpoint: {where}: {problem}")
 
 
-def local_folder(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
-    """The folder of a checkpoint; a hub id "owner/name" is downloaded (safetensors and config only)."""
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form of a hub id, "owner/name" or the "name" of an old one."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text) is not None
+
+
+def local_folder(path_or_id: str | os.PathLike[str], revision: str | None, **hub: Any) -> Path:
+    """The folder of a checkpoint; a hub id "owner/name" is downloaded (safetensors and config only).
+
+    hub: Keywords of `huggingface_hub.snapshot_download`.
+    """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"load_checkpoint: revision must be None for a local folder ({path}), got {revision!r}")
         return path
-    if not isinstance(path_or_id, str) or path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path_or_id):
+    if not isinstance(path_or_id, str) or path.exists() or not (is_hub_id(path_or_id) and "/" in path_or_id):
         expected = "a folder or a hub id 'owner/name'"
-        raise FileNotFoundError(f"load_checkpoint: path_or_id must be {expected}, got {os.fspath(path_or_id)!r}")
+        told = f"path_or_id must be {expected}, got {os.fspath(path_or_id)!r}: no such folder"
+        raise FileNotFoundError(f"load_checkpoint: {told}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=_HUB_FILES, **hub))
     except Exception as error:  # of the hub, the network, or the disk
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = cut(f"{type(error).__name__}: {error}".splitlines()[0])
         raise OSError(
             f"load_checkpoint: there is no folder {path_or_id!r} here, and as a hub id it cannot be had: {said}"
         ) from error
@@ -76,15 +85,15 @@ def read_json(path: Path, who: str = "load_checkpoint") -> dict[str, Any]:
     Raises: FileNotFoundError without the file; ValueError, naming the file, where it is no regular file of a size
     that a config may have, or holds anything but an object.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{who}: there is no {path}")
+    check_regular(path, who, _MOST_JSON)
     try:
-        check_regular(path, who, _MOST_JSON)
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{who}: there is no {path}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
     except RecursionError as error:
         raise ValueError(f"{who}: {path}: not valid JSON of a config (nested too deep)") from error
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of more than 4,300 digits
+        raise ValueError(f"{who}: {path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{who}: {path}: must hold a JSON object, got {type(content).__name__}")
     return content

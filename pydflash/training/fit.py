@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..drafter.module import Drafter
-from ..target.generic import Target, load_tokenizer
+from ..target.generic import Target
+from ..target.loading import load_tokenizer
 from .build import InputConditionedDrafter, drafter_config, initialise, warm_start
 from .objective import ObjectiveConfig
 from .shards import ShardReader

@@ -66,7 +66,7 @@ def test_and_passes_where_it_is_off(key, value):
 def test_unknown_notes_are_told_once_and_pass():
     """Outside dflash_config only: whatever is in there is about the drafter."""
     raw = tiny_1(my_note="x", text_config={"hidden_size": 3}, training={"window": 5}, off=False, none=None, zero=0)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="not read") as caught:
         assert read(raw) == read(tiny_1())
     (message,) = [str(w.message) for w in caught]
     assert message == "DrafterConfig: not read, and taken to be notes: my_note, text_config, training"
@@ -150,12 +150,19 @@ def test_long_values_are_cut_in_messages():
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    for raw in (tiny_1(hidden_size=long), tiny_1(architectures=[long]), tiny_1(rope_scaling={"type": long}),
-                tiny_1(**{"attention" + long: 1}), tiny_1(hidden_size=deep), tiny_1(layer_types=["full_attention", long]),
-                nested(tiny_1(), target_layer_ids=[0.5] * 1_000_000), tiny_1(rope_parameters={long: {}, "a": {}})):  # fmt: skip
+    for raw in (
+        tiny_1(hidden_size=long),
+        tiny_1(hidden_size=deep),
+        tiny_1(architectures=[long]),
+        tiny_1(layer_types=["full_attention", long]),
+        tiny_1(rope_scaling={"type": long}),
+        tiny_1(rope_parameters={long: {}, "a": {}}),
+        tiny_1(**{"attention" + long: 1}),
+        nested(tiny_1(), target_layer_ids=[0.5] * 1_000_000),
+    ):
         with pytest.raises(ValueError) as caught:
             read(raw)
         assert len(str(caught.value)) < 1500
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="not read") as warned:
         read(tiny_1(**{long: 1}))
     assert len(str(warned[0].message)) < 500
