@@ -33,6 +33,11 @@ class JoinedRecords:
         reader, i = self._where[index]
         return tuple(reader[i])
 
+    def where(self, index: int) -> str:
+        """The file of a record, and its number in there."""
+        reader, i = self._where[index]
+        return reader.where(i)
+
 
 def unused_token(tokenizer: Any) -> int:
     """A token that text never contains, to mark masked slots: the mask token, else a reserved special token.
