@@ -106,6 +106,11 @@ def target_source(source: Source, who: str = "Target") -> str:
     return str(folder)
 
 
+def target_folder(source: Source, who: str) -> Path:
+    """The folder of a target's config and safetensors, downloaded where `source` is a hub id."""
+    return local_folder(target_source(source, who), None)
+
+
 def refuse_drafter(raw: Mapping[str, Any], source: str, who: str) -> None:
     """Raise ValueError where the content of a config.json is a drafter's; `source` says whose it is."""
     if is_drafter(raw):
