@@ -25,7 +25,7 @@ from ..checkpoints.wheel import sha256_of
 FORMAT = 1
 MANIFEST = "manifest.json"
 _ARRAYS = ("ids", "offsets", "prompt_lengths", "temperatures", "items", "done")
-_ENTRY = {"file": str, "sha256": str, "counts": dict}  # what the manifest says of a shard
+_ENTRY: dict[str, type] = {"file": str, "sha256": str, "counts": dict}  # what the manifest says of a shard
 _ENTRY |= dict.fromkeys(("prompts", "records", "tokens", "response_tokens"), int)
 
 
@@ -249,7 +249,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         for name, kind in _ENTRY.items():
             value = shard.get(name) if isinstance(shard, dict) else None
             wrong = type(value) is not kind or (kind is int and value < 0)
-            if wrong or (name == "file" and Path(value).name != value):
+            if wrong or (name == "file" and Path(str(value)).name != value):
                 allowed = "a count" if kind is int else "a file name here" if name == "file" else f"a {kind.__name__}"
                 raise ValueError(f"training data: {path}: shards[{i}].{name} must be {allowed}, got {shown(value)}")
     return manifest
