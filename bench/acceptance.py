@@ -30,7 +30,7 @@ from rich.table import Table
 from pydflash import Drafter, Target
 from pydflash.bench.run import LOOP_TOKENS, first_turn, longest_loop
 from pydflash.checkpoints.smollm2 import ensure_smollm2
-from pydflash.target.generic import load_tokenizer
+from pydflash.target.loading import load_tokenizer
 from pydflash.text import encode
 from pydflash.training.build import ABLATION_CONFIG, InputConditionedDrafter
 from pydflash.training.evaluate import bootstrap, paired, replay, sampled_rounds

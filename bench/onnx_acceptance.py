@@ -27,7 +27,7 @@ from pydflash import Drafter, Speculator, Target
 from pydflash.bench.run import first_turn
 from pydflash.checkpoints.smollm2 import ensure_smollm2
 from pydflash.export import OnnxDrafter, export_drafter
-from pydflash.target.generic import load_tokenizer
+from pydflash.target.loading import load_tokenizer
 from pydflash.text import encode
 from pydflash.training.prompts import read_prompts
 

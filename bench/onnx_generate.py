@@ -28,7 +28,7 @@ from pydflash import Drafter, Speculator, Target
 from pydflash.bench.run import first_turn
 from pydflash.checkpoints.smollm2 import ensure_smollm2
 from pydflash.export import OnnxDrafter, OnnxTarget, export_drafter, export_target
-from pydflash.target.generic import load_tokenizer
+from pydflash.target.loading import load_tokenizer
 from pydflash.training.prompts import read_prompts
 
 PAIRS = ((None, None), (None, "int8"), ("8bit", "8bit"), ("int8", "int8"))  # few bits of target and drafter

@@ -19,7 +19,8 @@ import torch
 from pydflash.sampling import SamplingParams
 from pydflash.target.batch import BatchForward
 from pydflash.target.defaults import GenerationDefaults
-from pydflash.target.generic import Target, load_tokenizer
+from pydflash.target.generic import Target
+from pydflash.target.loading import load_tokenizer
 from pydflash.training.data import collect_prompts
 from pydflash.training.generate import BatchGenerator, Request, draw
 from pydflash.training.prompts import Chat

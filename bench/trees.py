@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pydflash import Drafter, Target
-from pydflash.target.generic import load_tokenizer
+from pydflash.target.loading import load_tokenizer
 from pydflash.training.evaluate import bootstrap, paired, sampled_rounds
 from pydflash.training.features import FeatureSource, pad_records
 from pydflash.training.objective import block_hidden

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydflash.checkpoints.config import DrafterConfig, check_target
 
 from .draft_cache import DraftCache
-from .metadata import DRAFT, SharesSession, dtype_of, open_model
+from .metadata import DRAFT, SharesSession, dtype_of, named, open_model
 from .walk import walk
 
 Array = NDArray[Any]
@@ -60,8 +60,9 @@ class OnnxDrafter(SharesSession):
         session_options: Any = None,
     ) -> None:
         self.session, self.metadata = open_model(Path(folder), DRAFT, providers, threads, session_options)
-        self.config = DrafterConfig.from_dict(self.metadata["config"])
-        self.dtype = dtype_of(self.metadata)
+        with named(Path(folder) / DRAFT.description, DRAFT):
+            self.config = DrafterConfig.from_dict(self.metadata["config"])
+            self.dtype = dtype_of(self.metadata)
         self.inplace = self.metadata["profile"] == "inplace"
 
     @property

@@ -6,13 +6,15 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pydflash.checkpoints.config import DrafterConfig
+from pydflash.checkpoints.values import cut, shown
 
 FORMAT = 1
 POSITIONS = 1 << 20  # that the rotary tables of a graph reach
@@ -86,22 +88,22 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
         wanted = missing if isinstance(metadata, dict) else ["metadata"]
         raise ValueError(f"{who}: {path}: must hold {', '.join(wanted)}")
     if metadata["format"] != FORMAT:
-        raise ValueError(f"{who}: {path}: format must be {FORMAT}, got {metadata['format']!r}; export it again")
+        raise ValueError(f"{who}: {path}: format must be {FORMAT}, got {shown(metadata['format'])}; export it again")
     name = content.get("model")
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".onnx"):
-        raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {name!r}")
+        raise ValueError(f"{who}: {path}: model must be the name of an .onnx file of this folder, got {shown(name)}")
     files, sums = content.get("files", {}), content.get("sha256", {})  # the first exports had no sums
     for key, value in (("files", files), ("sha256", sums)):
         if not isinstance(value, dict):
-            raise ValueError(f"{who}: {path}: {key} must be an object with the names of files, got {value!r}")
+            raise ValueError(f"{who}: {path}: {key} must be an object with the names of files, got {shown(value)}")
         if outside := [file for file in value if Path(file).name != file]:
-            raise ValueError(f"{who}: {path}: {key} must be of names in this folder, got {outside[0]!r}")
-    for file in {**files, **sums}:
+            raise ValueError(f"{who}: {path}: {key} must be of names in this folder, got {shown(outside[0])}")
+    for file in {name: None, **files, **sums}:
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{who}: {folder / file} is missing")
     for file, size in files.items():
         if (found := (folder / file).stat().st_size) != size:
-            raise ValueError(f"{who}: {folder / file}: must have {size} bytes as {path.name} says, got {found}")
+            raise ValueError(f"{who}: {folder / file}: must have {shown(size)} bytes as {path.name} says, got {found}")
     for file, wanted in sums.items():
         if (got := _sha256(folder / file)) != wanted:
             raise ValueError(
@@ -109,6 +111,16 @@ def read_description(folder: Path, kind: Kind) -> tuple[Path, dict[str, Any]]:
                 f"{got[:12]}...; the file is damaged or of another export"
             )
     return folder / name, metadata
+
+
+@contextmanager
+def named(path: Path, kind: Kind, what: str = "metadata") -> Iterator[None]:
+    """Errors of reading what a file says, as a ValueError that names it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        said = cut(f"{type(error).__name__}: {error}")
+        raise ValueError(f"{kind.loader}: {path}: {what} must be as `pydflash export` writes it, got {said}") from error
 
 
 def _sha256(path: Path) -> str:
@@ -160,14 +172,15 @@ def open_model(
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=list(chosen))
     except Exception as error:  # onnxruntime's own types
-        raise ValueError(f"{kind.loader}: {path}: ONNX Runtime cannot load it ({error})") from error
+        raise ValueError(f"{kind.loader}: {path}: ONNX Runtime cannot load it ({cut(str(error))})") from error
     properties = session.get_modelmeta().custom_metadata_map
-    own = {k.removeprefix(_PREFIX): json.loads(v) for k, v in properties.items() if k.startswith(_PREFIX)}
+    with named(path, kind, "its metadata"):
+        own = {k.removeprefix(_PREFIX): json.loads(v) for k, v in properties.items() if k.startswith(_PREFIX)}
     for name in sorted(own.keys() | metadata.keys()):
         if own.get(name) != metadata.get(name):
             raise ValueError(
-                f"{kind.loader}: {path}: {name} must be that of {kind.description} ({metadata.get(name)!r}), "
-                f"got {own.get(name)!r}; the files are of different exports"
+                f"{kind.loader}: {path}: {name} must be that of {kind.description} ({shown(metadata.get(name))}), "
+                f"got {shown(own.get(name))}; the files are of different exports"
             )
     return session, metadata
 

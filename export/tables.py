@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pydflash.checkpoints.config import DrafterConfig, check_target
-from pydflash.checkpoints.files import few, local_folder, read_json, stored_tensors
+from pydflash.checkpoints.files import few, read_json, stored_tensors
+from pydflash.checkpoints.sources import target_folder
 
 from .linear import Table
 from .opset import Array
@@ -111,7 +112,7 @@ def target_tables(folder: Path, width: int) -> TargetTables:
 
 def _fitting_tables(target: str | Path, config: DrafterConfig) -> TargetTables:
     """The tables of a target that the drafter was made for."""
-    read = target_tables(local_folder(target, None), config.target_hidden_size)
+    read = target_tables(target_folder(target, "export"), config.target_hidden_size)
     rows, text = read.embed[1].shape[0], read.config
     check_target(
         config,

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .metadata import POSITIONS, TARGET, SharesSession, open_model
+from .metadata import POSITIONS, TARGET, SharesSession, named, open_model
 from .target_cache import BufferCache
 
 Array = NDArray[Any]
+_SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "max_position_embeddings")
 CHUNK = 512  # tokens of one run; a long prompt takes several
 
 
@@ -60,12 +61,13 @@ class OnnxTarget(SharesSession):
     ) -> None:
         # On the CPU only: a commit moves rows of the buffers on the host.
         self.session, self.metadata = open_model(Path(folder), TARGET, None, threads, session_options)
-        sizes = self.metadata["sizes"]
+        with named(Path(folder) / TARGET.description, TARGET):
+            sizes = {name: int(self.metadata["sizes"][name]) for name in _SIZES}
+            self.layer_ids = tuple(map(int, self.metadata["target_layer_ids"]))
+            self._rows, self.vocab_size = int(self.metadata["embedding_rows"]), int(self.metadata["head_rows"])
         self._sizes = sizes
-        self.layer_ids = tuple(self.metadata["target_layer_ids"])
-        self.hidden_size, self.num_layers = int(sizes["hidden_size"]), int(sizes["num_layers"])
-        self.vocab_size = int(self.metadata["head_rows"])
-        self.max_length: int | None = min(int(sizes["max_position_embeddings"]), POSITIONS)
+        self.hidden_size, self.num_layers = sizes["hidden_size"], sizes["num_layers"]
+        self.max_length: int | None = min(sizes["max_position_embeddings"], POSITIONS)
         self.generation_config = GenerationConfig(_object_in(Path(folder) / "generation_config.json"))
         self.even = even
         self._closed = False
@@ -129,7 +131,7 @@ class OnnxTarget(SharesSession):
     @property
     def embed_weight(self) -> Any:
         """The shape of the embedding table, without its values: they are in the graph."""
-        return sys.modules["torch"].empty(self.metadata["embedding_rows"], self.hidden_size, device="meta")
+        return sys.modules["torch"].empty(self._rows, self.hidden_size, device="meta")
 
     @property
     def head(self) -> None:
@@ -139,7 +141,7 @@ class OnnxTarget(SharesSession):
         """An empty cache. batch: must be 1. capacity: not allocated at once; buffers grow with use."""
         if batch != 1 or not isinstance(capacity, int | np.integer) or capacity < 1:
             raise ValueError(f"new_cache: batch must be 1 and capacity at least 1, got {batch!r} and {capacity!r}")
-        return BufferCache(self.num_layers, int(self._sizes["num_kv_heads"]), int(self._sizes["head_dim"]))
+        return BufferCache(self.num_layers, self._sizes["num_kv_heads"], self._sizes["head_dim"])
 
     def prefill(self, ids: Any, cache: BufferCache) -> Output:
         """Run the next tokens [1, P] and commit them: logits [1, 1, V] of the last, features [1, P, F * H]."""
@@ -192,7 +194,7 @@ class OnnxTarget(SharesSession):
         ids = np.asarray(tokens)
         if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{op}: tokens must be integers [1, S], S at least 1, got {ids.dtype} {list(ids.shape)}")
-        rows = int(self.metadata["embedding_rows"])
+        rows = self._rows
         if ids.min() < 0 or ids.max() >= rows:
             raise ValueError(f"{op}: tokens must be ids from 0 to {rows - 1}, got {ids.min()} to {ids.max()}")
         end = cache.length + (ids.shape[1] if deep is None else deep)

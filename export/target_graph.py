@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from pydflash.checkpoints.keys import MOST_LAYERS
 from pydflash.checkpoints.rope import canonical_rope
+from pydflash.checkpoints.values import MOST, shown
 
 from .layer_graph import LayerGraph, Weights
 from .linear import Linears
@@ -42,8 +44,14 @@ class TargetSizes:
         kind = raw.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(f"export: the target's model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
-        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        layers = int(raw["num_hidden_layers"])
+
+        def number(name: str, default: int | None = None) -> int:
+            value = raw.get(name) or default
+            if type(value) is not int or not 1 <= value <= (MOST_LAYERS if name == "num_hidden_layers" else MOST):
+                raise ValueError(f"export: the target's {name} must be a positive integer, got {shown(value)}")
+            return value
+
+        heads, hidden, layers = (number(n) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
         window = raw.get("sliding_window") if raw.get("use_sliding_window", kind == "mistral") else None
         types = set(raw.get("layer_types") or ["full_attention"])
         for name, got, wanted in (
@@ -53,17 +61,17 @@ class TargetSizes:
         ):
             if got != wanted:
                 raise ValueError(f"export: the target's {name} must be {wanted!r}, got {got!r}")
-        limit = int(raw["max_position_embeddings"])
+        limit = number("max_position_embeddings")
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
         return cls(
             hidden_size=hidden,
-            intermediate_size=int(raw["intermediate_size"]),
+            intermediate_size=number("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            vocab_size=int(raw["vocab_size"]),
+            num_kv_heads=number("num_key_value_heads", heads),
+            head_dim=number("head_dim", hidden // heads),
+            vocab_size=number("vocab_size"),
             max_position_embeddings=limit,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=canonical_rope(rope, limit),

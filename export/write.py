@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,8 @@ def export_drafter(
         cross_check: Export through torch.onnx as well, and compare.
         progress: Called with a text, what is done and what there is to do.
 
-    Raises: ValueError for what does not go together; RuntimeError where the graph does not compute what torch does.
+    Raises: ValueError for what does not go together; ImportError without a needed package; RuntimeError where the
+    graph does not compute what torch does.
     """
     options: dict[str, Any] = {"profile": profile, "dtype": dtype, "quantize": quantize, "embed": embed}
     options |= {"debug_outputs": debug_outputs, "cross_check": cross_check}
@@ -127,6 +129,8 @@ def plan_drafter(
 
     begin = time.perf_counter()
     _check_options(PROFILES, profile, dtype, quantize)
+    if cross_check and importlib.util.find_spec("onnxscript") is None:
+        raise ImportError("export: --cross-check (cross_check=True) needs onnxscript: pip install onnxscript")
     say("reading the checkpoint", 0, 1)
     if (Path(drafter) / DRAFT.description).is_file() and not list(Path(drafter).glob("*.safetensors")):
         raise ValueError(f"export: drafter must be a checkpoint, got {drafter}, which is an export")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from pydflash import __version__
-from pydflash.checkpoints.files import few, local_folder, stored_tensors
+from pydflash.checkpoints.files import few, stored_tensors
+from pydflash.checkpoints.sources import target_folder
 from pydflash.drafter.rope import frequencies
 
 from .linear import QUANTIZE
@@ -68,7 +69,7 @@ def plan_target(
     begin = time.perf_counter()
     if quantize not in QUANTIZE:
         raise ValueError(f"export: quantize must be None, '8bit', '4bit' or 'int8', got {quantize!r}")
-    folder = local_folder(target, None)
+    folder = target_folder(target, "export")
     check_place(folder, directory)
     say("reading the target", 0, 1)
     stored = {
@@ -131,7 +132,7 @@ def plan_target(
 
 def check_place(target: str | Path, directory: str | Path) -> None:
     """ValueError where the target's files would replace, or be mixed with, those of another checkpoint."""
-    folder, source = Path(directory), local_folder(target, None)
+    folder, source = Path(directory), target_folder(target, "export")
     if folder.resolve() == source.resolve():
         return
     if found := sorted(p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".bin")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
 from .drafter.module import Drafter, Proposal
 from .ops import backends
 from .request import LogitsProcessor, Request, Stream, generation, run
@@ -21,6 +23,7 @@ from .sampling import SamplingParams, row_seeds
 from .stats import Stats
 from .target.defaults import GenerationDefaults
 from .target.generic import Target
+from .target.loading import tokenizer_or_none
 from .text import Output, Prompt, encode, split_prompts, token_ids_of
 
 
@@ -159,16 +162,23 @@ class Speculator:
         dtype: str | torch.dtype | None = None,
         **options: Any,
     ) -> Speculator:
-        """Load a target with its tokenizer, and a drafter, each from a folder or a hub id.
+        """Load a target with its tokenizer, and a drafter, each from a folder or a hub id, or "smollm2".
 
         A drafter's folder may be one that `pydflash export` wrote; it then runs on ONNX Runtime. `device` defaults to
         cuda, xpu or cpu, whichever is there first; `dtype` to the target's own, which a torch drafter takes over.
-        `options` are the keywords of `Speculator`.
-        """
-        from .target.generic import load_tokenizer
+        `options` are the keywords of `Speculator`, and what transformers' `from_pretrained` takes for the target:
+        `revision`, `token`, `cache_dir`, `local_files_only`, `trust_remote_code` (False), `device_map`,
+        `quantization_config`, `gguf_file` and so on. `token` and the two after it serve the drafter too, whose own are
+        `drafter_revision`, `drafter_token` and so on. A target without a tokenizer takes token ids.
 
+        Raises: TypeError for an unknown keyword, before anything is loaded.
+        """
+        keywords = split_keywords(options, inspect.signature(cls).parameters, device=device, drafter=drafter)
+        target = target_source(target, "Speculator")
         if (Path(target) / "target.json").is_file():
-            return cls(*_on_onnx_runtime(target, drafter, device, dtype), load_tokenizer(target), **options)
+            check_onnx_keywords(keywords)
+            models = _on_onnx_runtime(target, drafter, device, dtype)
+            return cls(*models, tokenizer_or_none(target), **keywords.options)
         exported = drafter is not None and (Path(drafter) / "draft.json").is_file()
         loaded: Any = None
         if exported:
@@ -176,12 +186,12 @@ class Speculator:
 
             loaded = OnnxDrafter(str(drafter), threads=torch.get_num_threads())
         elif drafter is not None:
-            loaded = Drafter.from_pretrained(drafter)
+            loaded = Drafter.from_pretrained(drafter, **keywords.drafter)
         layer_ids = () if loaded is None else loaded.config.target_layer_ids
-        model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype)
+        model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype, **keywords.target)
         if isinstance(loaded, Drafter):
             loaded = loaded.to(device=model.device, dtype=model.dtype)
-        return cls(model, loaded, load_tokenizer(target), **options)
+        return cls(model, loaded, tokenizer_or_none(target, **keywords.tokenizer), **keywords.options)
 
     @staticmethod
     def _check_foreign(target: Any, drafter: DrafterLike | None) -> Any:

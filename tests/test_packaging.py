@@ -178,7 +178,7 @@ def test_readme_example_runs(
     for name, folder in (("z-lab/Qwen3-8B-DFlash-b16", drafter), ("Qwen/Qwen3-8B", target)):
         assert f'"{name}"' in code
         code = code.replace(f'"{name}"', repr(str(folder)))
-    monkeypatch.setattr("pydflash.target.generic._default_device", lambda: "cpu")
+    monkeypatch.setattr("pydflash.target.loading._default_device", lambda: "cpu")
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     out, plain = names["out"], names["plain"]

@@ -15,7 +15,7 @@ from pairs import build_drafter
 
 from pydflash import Speculator
 from pydflash.ops import _native, backends
-from pydflash.target.generic import _default_device
+from pydflash.target.loading import _default_device
 
 
 @pytest.mark.parametrize(

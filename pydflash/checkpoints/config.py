@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .keys import LAYER_TYPES, VERSION_2_KEYS, at_least_one, boolean, fail, positive
+from .keys import LAYER_TYPES, MOST_LAYERS, VERSION_2_KEYS
 from .layouts import read_config, write_speculators, write_zlab
 from .rope import canonical_rope
+from .values import MOST, at_least_one, boolean, fail, positive, shown
 
 LAYOUTS = ("zlab", "speculators")
 DEFAULT_CANDIDATES = 16  # of a slot, where no selector names a number
@@ -84,7 +84,7 @@ class DrafterConfig:
         if type(self.target_hidden_size) is int and self.target_hidden_size == 0:
             _set(self, "target_hidden_size", self.hidden_size)
         for name in _POSITIVE_INTEGERS:
-            at_least_one(_label(name), getattr(self, name))
+            at_least_one(_label(name), getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
         for name in ("rms_norm_eps", "input_embedding_scale", "output_multiplier"):
             _set(self, name, positive(name, getattr(self, name)))
         if (cap := self.final_logit_softcapping) is not None:
@@ -125,6 +125,8 @@ class DrafterConfig:
             _set(self, "sliding_window", None)
         elif type(self.sliding_window) is not int or self.sliding_window < 1:
             fail("sliding_window", "a positive integer where a layer is a sliding one", self.sliding_window)
+        else:
+            at_least_one("sliding_window", self.sliding_window)
         if self.causal not in (sliding, (True,) * self.num_layers, (False,) * self.num_layers):
             fail("causal", "true for all layers, for none, or for exactly the sliding ones", self.causal)
 
@@ -134,7 +136,7 @@ class DrafterConfig:
         ids = tuple(self.target_layer_ids)
         _set(self, "target_layer_ids", ids)
         count = self.num_target_layers
-        below = math.inf if count is None else count
+        below = MOST if count is None else count
         if not ids or not all(type(i) is int and 0 <= i < below for i in ids) or len(set(ids)) != len(ids):
             limit = "" if count is None else f" to {count - 1} (num_target_layers - 1)"
             fail("target_layer_ids", f"different integers from 0{limit}, at least one", list(ids))
@@ -213,7 +215,7 @@ def check_target(
 
 
 def _misfit(key: str, expected: str, got: object) -> None:
-    raise ValueError(f"check_target: {key} of the drafter must be {expected}, got {got!r}")
+    raise ValueError(f"check_target: {key} of the drafter must be {expected}, got {shown(got)}")
 
 
 def _label(name: str) -> str:

@@ -10,19 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .keys import (
-    LAYER_TYPES,
-    VERSION_2_KEYS,
-    Keys,
-    at_least_one,
-    boolean,
-    fail,
-    positive,
-    refuse_other_maths,
-    section,
-    warn,
-)
+from .foreign import refuse_other_maths
+from .keys import LAYER_TYPES, MOST_LAYERS, VERSION_2_KEYS, Keys
 from .rope import read_rope
+from .values import at_least_one, boolean, fail, positive, section, shown, warn
 
 if TYPE_CHECKING:
     from .config import DrafterConfig
@@ -36,6 +27,7 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     keys = Keys(raw)
     refuse_other_maths(keys)
     num_layers = keys.integer("num_hidden_layers", "the number of drafter layers")
+    at_least_one(keys.label("num_hidden_layers"), num_layers, MOST_LAYERS)  # before a list has an entry for each
     hidden_size = keys.integer("hidden_size", "the width of the drafter")
     num_heads = keys.integer("num_attention_heads", "the number of query heads")
     head_dim = keys.get("head_dim")
@@ -180,13 +172,13 @@ def _read_layer_ids(keys: Keys, num_layers: int, num_target_layers: Any) -> tupl
         return next(iter(given.values()))
     if keys.speculators:
         fail("aux_hidden_state_layer_ids", "given (the captured target layers, counted from 1)", None)
-    if num_target_layers is None:
+    if num_target_layers is None or not keys.zlab:
         fail("dflash_config.target_layer_ids", "given (the captured target layers, counted from 0)", None)
     if type(num_target_layers) is not int or num_target_layers < 4:
         fail(keys.label("num_target_layers"), "an integer of at least 4", num_target_layers)
     ids = default_layer_ids(num_target_layers, num_layers)
-    source = f"num_target_layers {num_target_layers}"
-    warn(f"dflash_config.target_layer_ids is not given, {list(ids)} is taken from {source}")
+    source = f"the Z-Lab layout's default for num_target_layers {num_target_layers}"
+    warn(f"dflash_config.target_layer_ids is not given, {list(ids)} is taken, {source}")
     return ids
 
 
@@ -199,7 +191,7 @@ def default_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...
 
 def _read_mask_token_id(keys: Keys) -> Any:
     if keys.get("mask_token_id") is None and (token := keys.get("mask_token")) is not None:
-        expected = f"given: look up mask_token {token!r} in the target's tokenizer and write its id here"
+        expected = f"given: look up mask_token {shown(token)} in the target's tokenizer and write its id here"
         fail("dflash_config.mask_token_id", expected, None)
     return keys.require("mask_token_id", "the id embedded at the slots to draft")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .keys import LAYER_TYPES, Keys, at_least_one, boolean, fail, positive, warn
+from .keys import LAYER_TYPES, Keys
+from .values import at_least_one, boolean, fail, positive, shown, warn
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -76,7 +77,7 @@ def read_rope(keys: Keys, layer_types: tuple[str, ...]) -> dict[str, Any]:
     label, rope = ropes[0]
     for other_label, other in ropes[1:]:
         if other != rope:
-            warn(f"{label} = {rope!r} is used, {other_label} = {other!r} is not")
+            warn(f"{label} = {shown(rope)} is used, {other_label} = {shown(other)} is not")
     if keys.in_file("rope_theta") and theta != (used := rope["rope_theta"]):
         warn(f"{label}.rope_theta = {used!r} is used, {keys.label('rope_theta')} = {theta!r} is not")
     return rope
@@ -94,5 +95,5 @@ def _flat_rope(label: str, rope: Any, layer_types: tuple[str, ...]) -> dict[str,
     chosen = next(name for name in reversed(LAYER_TYPES) if rope.get(name) is not None)
     for name, other in rope.items():
         if name in layer_types and other is not None and other != rope[chosen]:
-            warn(f"{label}.{chosen} = {rope[chosen]!r} is used, {label}.{name} = {other!r} is not")
+            warn(f"{label}.{chosen} = {shown(rope[chosen])} is used, {label}.{name} = {shown(other)} is not")
     return {key: value for key, value in rope[chosen].items() if value is not None}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -14,6 +12,7 @@ from rich.table import Table
 
 from ..checkpoints.config import DrafterConfig
 from ..checkpoints.smollm2 import ensure_smollm2
+from ..checkpoints.sources import packaged_drafters
 from ..drafter.module import Drafter
 from ..request import Generation
 from ..speculator import Speculator
@@ -81,17 +80,6 @@ def pick_drafter(given: str | None, target: Target) -> tuple[Drafter, str]:
     torch.manual_seed(0)
     drafter = Drafter(untrained_config(target)).to(device=device, dtype=dtype).eval()
     return drafter, "an UNTRAINED DFlash 2 one: it shows the machinery and the exact text, not the speed"
-
-
-def packaged_drafters() -> Iterator[Path]:
-    """Folders with a config.json in the package's models/, and in the repository's when run from there."""
-    package = Path(__file__).parents[1]
-    places = [package / "models"]
-    if (package.parent / "pyproject.toml").exists():
-        places.append(package.parent / "models")
-    for place in places:
-        for found in sorted(place.glob("*/config.json")):
-            yield found.parent
 
 
 def untrained_config(target: Target) -> DrafterConfig:

@@ -100,12 +100,14 @@ class Drafter(CanonicalNames):
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         backend: str = "native",
+        **hub: Any,
     ) -> Drafter:
         """Load a checkpoint in any layout `pydflash.load_checkpoint` reads, from a folder or a hub id.
 
-        `dtype` None keeps the checkpoint's own. Raises: ValueError or OSError naming what does not fit.
+        `dtype` None keeps the checkpoint's own. `hub`: `token`, `cache_dir`, `local_files_only`, `force_download`.
+        Raises: ValueError or OSError naming what does not fit.
         """
-        config, tensors = checkpoint.load_checkpoint(path_or_id, revision=revision)
+        config, tensors = checkpoint.load_checkpoint(path_or_id, revision=revision, **hub)
         with torch.device("meta"):
             drafter = cls(config, backend=backend)
         drafter.load_canonical(tensors)

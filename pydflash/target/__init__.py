@@ -1,5 +1,6 @@
 """All contact with transformers: targets behind the calls of a round, and how their layers are recognised."""
 
-from .generic import Target, TargetOutput, load_tokenizer
+from .generic import Target, TargetOutput
+from .loading import load_tokenizer
 
 __all__ = ["Target", "TargetOutput", "load_tokenizer"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import Tree, accepted_slots
+from .loading import load_model
 from .probe import PROBE_TOKENS, rollback_fault, tree_fault
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 # Values of `generation_config.cache_implementation` that only describe how window layers are stored.
 _DYNAMIC_CACHES = (None, "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "sliding_window")
-# Keywords of `from_pretrained` that say where the files are, so that the config is read from the same place.
-_HUB_ARGUMENTS = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
 
 
 class TargetOutput(NamedTuple):
@@ -90,29 +89,14 @@ class Target:
         dtype: str | torch.dtype | None = None,
         **kwargs: Any,
     ) -> Target:
-        """Load a model from a folder or a hub id.
+        """Load a model from a folder or a hub id; "smollm2" is the demo's.
 
         device: cuda, else xpu, else cpu where not given; leave it out when `device_map` is among `kwargs`.
-        dtype: the checkpoint's own where not given. kwargs: passed on to transformers' `from_pretrained`.
+        dtype: the checkpoint's own where not given. kwargs: passed on to transformers' `from_pretrained`; code that
+        comes with a checkpoint is run with `trust_remote_code=True` only, and nothing asks for it.
         An image-text model is loaded where there is no text-only class, and used for text.
         """
-        import transformers
-
-        if device is not None and "device_map" in kwargs:
-            raise ValueError(f"Target: device must be left out when device_map is given, got {device!r}")
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        config = kwargs.pop("config", None) or transformers.AutoConfig.from_pretrained(path_or_id, **hub)
-        auto: Any = transformers.AutoModelForCausalLM
-        remote = getattr(config, "auto_map", None) or {}
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and auto.__name__ not in remote:
-            auto = transformers.AutoModelForImageTextToText
-        model = auto.from_pretrained(path_or_id, config=config, dtype=dtype or "auto", **kwargs)
-        if "device_map" not in kwargs:
-            try:
-                model = model.to(device or _default_device())
-            except (AssertionError, RuntimeError) as error:
-                raise RuntimeError(f"Target: device {device} cannot be used: {error}") from error
-        return cls(model.eval(), layer_ids)
+        return cls(load_model(path_or_id, device, dtype, **kwargs), layer_ids)
 
     @property
     def generation_config(self) -> Any:
@@ -412,17 +396,6 @@ class Target:
                 fault = str(error)
         if fault is not None:
             self._refuse("attention that takes a tree of slots exactly (path='tree')", fault)
-
-
-def load_tokenizer(path_or_id: str | Path, **kwargs: Any) -> Any:
-    """The tokenizer that belongs to a target: a folder or a hub id, and keywords of transformers' AutoTokenizer."""
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(path_or_id, **kwargs)
-
-
-def _default_device() -> str:
-    return next((kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()), "cpu")
 
 
 def _take(taken: dict[int, Tensor], i: int, module: nn.Module, args: Any, output: Any) -> None:

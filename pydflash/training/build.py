@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -159,6 +159,7 @@ class InputConditionedDrafter(Drafter):
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         backend: str = "native",
+        **hub: Any,
     ) -> InputConditionedDrafter:
         """Load what `save_pretrained` wrote into a folder; there are none on the hub."""
         folder = Path(path_or_id)

@@ -16,7 +16,8 @@ import torch
 
 from ..target.batch import ATTENTION
 from ..target.defaults import GenerationDefaults
-from ..target.generic import Target, load_tokenizer
+from ..target.generic import Target
+from ..target.loading import load_tokenizer
 from .generate import BatchGenerator
 from .jobs import DataSettings, Jobs, number_of
 from .progress import Progress

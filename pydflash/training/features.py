@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,19 @@ class Padded(NamedTuple):
     ids: Tensor
     supervised: Tensor
     lengths: list[int]
+
+
+def record_lengths(records: Any, longest: int, vocabulary: int) -> list[int]:
+    """Tokens of each record, `longest` at most; ValueError, naming the record, for ids outside the vocabulary."""
+    lengths = []
+    for i in range(len(records)):
+        ids = torch.as_tensor(records[i][0])
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            where = records.where(i) if hasattr(records, "where") else f"record {i}"
+            got = f"{int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"training: token ids must be 0 to {vocabulary - 1} (the target's), got {got} in {where}")
+        lengths.append(min(len(ids), longest))
+    return lengths
 
 
 def pad_records(records: Sequence[tuple[Tensor, int]], multiple: int = 64, limit: int | None = None) -> Padded:

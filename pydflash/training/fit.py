@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..drafter.module import Drafter
-from ..target.generic import Target, load_tokenizer
+from ..target.generic import Target
+from ..target.loading import load_tokenizer
 from .build import InputConditionedDrafter, drafter_config, initialise, warm_start
 from .objective import ObjectiveConfig
 from .shards import ShardReader
@@ -31,6 +32,11 @@ class JoinedRecords:
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         reader, i = self._where[index]
         return tuple(reader[i])
+
+    def where(self, index: int) -> str:
+        """The file of a record, and its number in there."""
+        reader, i = self._where[index]
+        return reader.where(i)
 
 
 def unused_token(tokenizer: Any) -> int:

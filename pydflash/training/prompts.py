@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.values import cut, shown
+
 NGRAM = 13  # words in a row that make two prompts near copies of each other
 SHORTEST = 5  # an evaluation text of fewer words is only looked for as a whole prompt
 _FIELDS = ("messages", "conversations", "turns", "prompt", "question", "text")
@@ -49,7 +51,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = _existing(path)
     if path.suffix == ".txt":
-        return [Prompt((line.strip(),)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [Prompt((line.strip(),)) for line in _lines(path) if line.strip()]
     return [_prompt(record, f"{path}, record {number}") for number, record in _records(path)]
 
 
@@ -57,7 +59,7 @@ def read_texts(path: str | Path) -> list[str]:
     """Every text of a file: lines of `.txt`, and all strings, at any depth, of the records of the other formats."""
     path = _existing(path)
     if path.suffix == ".txt":
-        return path.read_text(encoding="utf-8").splitlines()
+        return _lines(path)
     return [text for _, record in _records(path) for text in _strings(record)]
 
 
@@ -68,6 +70,13 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"read_prompts: {path} must be UTF-8, got {error}") from error
+
+
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
         try:
@@ -76,15 +85,15 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
             raise ImportError(f"read_prompts: {path} needs pyarrow, which is not installed") from error
         yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
     elif path.suffix in (".jsonl", ".json"):
-        text = path.read_text(encoding="utf-8")
         try:
+            text = path.read_text(encoding="utf-8")
             if path.suffix == ".jsonl":
                 # JSON strings may hold U+2028, at which str.splitlines would cut.
                 yield from ((i, json.loads(line)) for i, line in enumerate(text.split("\n"), 1) if line.strip())
                 return
             records = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"read_prompts: {path} must be JSON, got {error}") from error
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
+            raise ValueError(f"read_prompts: {path} must be JSON, got {cut(str(error))}") from error
         if not isinstance(records, list):
             raise ValueError(f"read_prompts: {path} must hold a list of records, got {type(records).__name__}")
         yield from enumerate(records, 1)
@@ -99,10 +108,12 @@ def _prompt(record: Any, where: str) -> Prompt:
         raise ValueError(f"read_prompts: {where} must be a text or an object, got {type(record).__name__}")
     name = next((name for name in _FIELDS if record.get(name)), None)
     if name is None:
-        raise ValueError(f"read_prompts: {where} must have one of {', '.join(_FIELDS)}, got {sorted(record)}")
+        raise ValueError(f"read_prompts: {where} must have one of {', '.join(_FIELDS)}, got {shown(sorted(record))}")
     value = record[name]
     turns: list[str] = []
     system: list[str] = []
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(f"read_prompts: {where}: {name} must be a text or a list of turns, got {shown(value)}")
     for turn in [value] if isinstance(value, str) else value:
         if isinstance(turn, str):
             turns.append(turn)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.files import write_file
+from ..checkpoints.values import cut
 from .generate import BatchGenerator, Request, Response
 from .prompts import Chat, Prompt, PromptSet
 
@@ -40,9 +41,16 @@ class SelfPrompts:
         self._lines: list[dict[str, Any]] = []
         self.attempts = 0
         if self._path.exists():
-            lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").split("\n") if line]
-            self.attempts = lines[0]["attempts"]
-            self._lines = [line for line in lines[1:] if usable.add(Prompt((line["prompt"],)))]
+            try:
+                lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").split("\n") if line]
+                self.attempts = int(lines[0]["attempts"])
+                prompts = [Prompt((str(line["prompt"]),)) for line in lines[1:]]
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+                said = cut(f"{type(error).__name__}: {error}")
+                raise ValueError(
+                    f"train data: {self._path} must be as it was written, it is damaged ({said})"
+                ) from error
+            self._lines = [line for line, prompt in zip(lines[1:], prompts, strict=True) if usable.add(prompt)]
 
     @property
     def kept(self) -> int:

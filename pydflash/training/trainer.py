@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..checkpoints.files import read_json, write_file
 from ..drafter.module import Drafter
 from ..target.generic import Target
 from .data import weights_sha256
-from .features import FeatureSource, compiled_layers, pad_records, to_device
+from .features import FeatureSource, compiled_layers, pad_records, record_lengths, to_device
 from .objective import Objective, ObjectiveConfig, sample_anchors, summarise
 from .shards import lock_folder
 
@@ -189,7 +191,7 @@ class Trainer:
         self.drafter = drafter
         self.source = FeatureSource(target, distil=self.objective_config.distillation > 0, cache_gb=config.cache_gb)
         self.longest = min(config.max_length, target.max_length or config.max_length)
-        self.lengths = [min(len(records[i][0]), self.longest) for i in range(len(records))]
+        self.lengths = record_lengths(records, self.longest, target.embed_weight.shape[0])
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.per_step = config.batch_size * config.accumulation * self.world
         self.steps_per_epoch = len(plan(self.lengths, self.per_step, 0, config.seed))
@@ -328,21 +330,25 @@ class Trainer:
         if self.rank == 0:
             with (self.config.out / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
-            self._tensorboard(row)
+            self._tensorboard([row])
         return f"ce {row['ce']:.3f}  accepted length {row['accepted_length']:.2f}"
 
-    def _tensorboard(self, row: dict[str, Any]) -> None:
+    def _tensorboard(self, rows: Sequence[dict[str, Any]], anew: bool = False) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return  # TensorBoard is optional; log.jsonl and the picture hold the same numbers
-        with SummaryWriter(str(self.config.out / "tensorboard")) as writer:
-            for name, value in row.items():
-                if isinstance(value, list):
-                    for slot, item in enumerate(value, 1):
-                        writer.add_scalar(f"{name}/{slot}", item, self.step)
-                else:
-                    writer.add_scalar(name, value, self.step)
+        folder = self.config.out / "tensorboard"
+        if anew:
+            shutil.rmtree(folder, ignore_errors=True)
+        with SummaryWriter(str(folder)) as writer:
+            for row in rows:
+                for name, value in row.items():
+                    items = (
+                        {f"{name}/{i}": x for i, x in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+                    )
+                    for tag, item in items.items():
+                        writer.add_scalar(tag, item, row["step"])
 
     def _settings(self) -> dict[str, Any]:
         kept = asdict(self.config) | {"objective": asdict(self.objective_config)}
@@ -353,11 +359,16 @@ class Trainer:
     def _checkpoint(self) -> None:
         folder = self.config.out / f"step-{self.step:07d}"
         part = folder.with_suffix(".part")
-        self.accelerator.save_state(str(part))
+        try:
+            self.accelerator.save_state(str(part))
+        except (OSError, RuntimeError, SafetensorError) as error:  # of torch and of safetensors, without a file's name
+            raise OSError(f"training: {part} cannot be written, is the disk full? ({error})") from error
         self.accelerator.wait_for_everyone()  # every rank writes its own random state
         if self.rank == 0:
             state = {"step": self.step, "seconds": self.seconds, "settings": self._settings()}
             (part / "trainer.json").write_text(json.dumps(state | {"history": self.history}))
+            for path in part.rglob("*.safetensors"):  # safetensors writes for the owner alone
+                shutil.copymode(part / "trainer.json", path)
             os.replace(part, folder)
             for old in self._checkpoints()[: -self.config.keep]:
                 shutil.rmtree(old)
@@ -373,9 +384,10 @@ class Trainer:
                 raise ValueError(
                     f"training: out must be a new folder or one with checkpoints, got {self.config.out} with {here[0]}"
                 )
-            (self.config.out / "log.jsonl").unlink(missing_ok=True)
+            if self.rank == 0:
+                self._restore_logs()
             return
-        state = json.loads((found[-1] / "trainer.json").read_text())
+        state = read_json(found[-1] / "trainer.json", "training")
         if state["settings"] != json.loads(json.dumps(self._settings())):
             different = [
                 k for k, v in self._settings().items() if state["settings"].get(k) != json.loads(json.dumps(v))
@@ -385,6 +397,15 @@ class Trainer:
             )
         self.accelerator.load_state(str(found[-1]))
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        if self.rank == 0:
+            self._restore_logs()
+
+    def _restore_logs(self) -> None:
+        """The logs as they were at the checkpoint that the run goes on from: later rows are written again."""
+        rows = "".join(json.dumps(row) + "\n" for row in self.history)
+        write_file(self.config.out / "log.jsonl", lambda path: path.write_text(rows))
+        if (self.config.out / "tensorboard").is_dir():
+            self._tensorboard(self.history, anew=True)
 
     def _finish(self) -> Drafter:
         from .plots import plot_training

@@ -174,7 +174,7 @@ def test_harmless_keys_are_ignored():
         "use_cache": True, "tie_word_embeddings": True, "attention_dropout": 0.1, "max_window_layers": 2,
         "use_sliding_window": False, "transformers_version": "5.15.0", "_attn_implementation": "sdpa",
         "quantization_config": None, "attention_value_scale": None, "partial_rotary_factor": 1.0,
-        "attention_sink_bias": False, "mlp_bias": False, "sample_from_anchor": False, "my_note": "x",
+        "attention_sink_bias": False, "mlp_bias": False, "sample_from_anchor": False, "query_zero_predicts_next": False,
         "unknown_norm": None, "num_experts": 8, "conv_kernel_size": 0,
     }  # fmt: skip
     assert read(tiny_1() | left_by_transformers | noise) == read(tiny_1())
@@ -276,5 +276,5 @@ def test_a_target_that_fits_with_padding_or_another_width():
 
 
 def test_config_needs_no_torch():
-    code = "import sys, pydflash.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, pydflash.checkpoints.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

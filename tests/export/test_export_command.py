@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,8 @@ def test_types_that_do_not_serve_are_refused(
     ("kind", "candidates", "verdict"),
     [
         (None, 1.0, "good: the same drafter, up to the rounding of float32"),
-        ("int8", 0.86, "good for int8: random features are unlike a target's"),
-        ("4bit", 0.28, "good for 4bit: random features are unlike a target's"),
-        ("int8", 0.28, "low for int8, 60% of candidates is usual: measure the acceptance length before use"),
+        ("int8", 0.86, "random features do not tell what int8 costs: compare the accepted length of"),
+        ("4bit", 0.01, "random features do not tell what 4bit costs: compare the accepted length of"),
     ],
 )
 def test_the_report_says_what_was_compared_and_whether_that_is_good(
@@ -118,6 +118,30 @@ def test_the_report_says_what_was_compared_and_whether_that_is_good(
     compared = f"75.0% of drafts and {candidates:.1%} of candidates the same{within}, over 12 rounds of random features"
     assert lines[-2] == f"  beside torch:    {compared}"
     assert lines[-1].strip().startswith(verdict)
+
+
+def test_a_half_precision_graph_that_differs_is_told() -> None:
+    assert Parity(None, 0.5, 0.89).verdict("float16").startswith("low for float16, 90% of candidates is usual")
+    assert Parity(None, 0.5, 0.9).verdict("float16").startswith("good: the same drafter")
+
+
+def test_cross_check_says_what_it_needs_before_any_work(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "onnxscript" else found(name, *more)
+    )
+    monkeypatch.setattr("pydflash.export.write.load_checkpoint", lambda *_: pytest.fail("work was begun"))
+    assert main(command(work, "--cross-check")) == 2
+    assert "--cross-check (cross_check=True) needs onnxscript: pip install onnxscript" in capsys.readouterr().err
+    assert not (work / "out").exists()
+
+
+def test_smollm2_names_the_drafter_too(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("pydflash.checkpoints.sources.ensure_smollm2", lambda: work / "target")
+    with pytest.raises(ValueError, match=r"embedding table \[vocabulary, 576\]"):
+        export_drafter("smollm2", "smollm2", work / "out")
 
 
 def test_float16_stays_close(work: Path) -> None:

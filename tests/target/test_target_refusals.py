@@ -11,7 +11,8 @@ import torch
 from tiny_models import LAYERS, TINY, VOCAB
 from torch import nn
 
-from pydflash.target.generic import Target, load_tokenizer
+from pydflash.target.generic import Target
+from pydflash.target.loading import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ import pytest
 
 from pydflash import Speculator
 from pydflash.cli import commands as cli
-from pydflash.target.generic import load_tokenizer
+from pydflash.target.loading import load_tokenizer
 from pydflash.training import data, toy
 from pydflash.training.shards import ShardReader
 from pydflash.training.toy import ToySettings, make_toy

@@ -91,9 +91,7 @@ def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_pat
         assert found.returncode == 0, found.stderr[-2000:]
         assert found.stdout.count("wrote the drafter") == 1
     rows = log(tmp_path)
-    steps = [row["step"] for row in rows]
-    assert steps[:4] == [2, 4, 6, 8]
-    assert set(steps[4:]) == {8}  # the second run goes on from step 6
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]  # the second run goes on from step 6 and writes 8 anew
     saved = json.loads((tmp_path / "step-0000006" / "trainer.json").read_text())
     assert saved["settings"]["world"] == 2
     assert len(list((tmp_path / "step-0000006").glob("random_states_*"))) == 2

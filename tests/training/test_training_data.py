@@ -80,11 +80,19 @@ def test_prompt_files(tmp_path: Path) -> None:
         ('{"id": 3}', "record 1 must have one of messages"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "each turn must be a text or have a role"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "must have a user turn"),
+        ('{"prompt": 5}', "prompt must be a text or a list of turns, got 5"),
+        ('{"' + "x" * 10**6 + '": 1}', "must have one of messages"),
         ("{", "must be JSON"),
+        ("[" * 200_000, "must be JSON"),
+        ("caf\xe9", "must be JSON"),
     ):
-        (tmp_path / "bad.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=message):
+        (tmp_path / "bad.jsonl").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ValueError, match=rf"bad\.jsonl.* {message}") as caught:
             read_prompts(tmp_path / "bad.jsonl")
+        assert len(str(caught.value)) < 700
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"bad\.txt must be UTF-8"):
+        read_prompts(tmp_path / "bad.txt")
     with pytest.raises(ValueError, match=r"must come from an existing file, got .*a\.csv"):
         read_prompts(tmp_path / "a.csv")
     (tmp_path / "a.csv").touch()
@@ -325,6 +333,10 @@ def test_self_written_prompts(tmp_path: Path, tokenizer: Any) -> None:
     assert usable.counts["excluded_exact"] == 1
     assert {p.turns[0] for p in usable.prompts[1:]} > set(texts[0][1:])
     assert len(usable.prompts) == 6
+    for damaged in ("", "{}\n", "[" * 200_000, '{"attempts": 3}\n{"prom'):
+        (tmp_path / "a" / "self_prompts.jsonl").write_text(damaged)
+        with pytest.raises(ValueError, match=r"train data: .*self_prompts\.jsonl must be as it was written"):
+            data.make_data(target, tokenizer, tmp_path / "a", prompt_set(1), replace(settings, self_prompts=6))
 
 
 def test_the_command(tmp_path: Path, target: Target, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
