@@ -143,6 +143,10 @@ def test_a_folder_that_is_missing_is_said_to_be(load, tmp_path, monkeypatch):
             FileNotFoundError, match=r"must be a folder or a hub id 'owner/name', got .*: no such folder"
         ):
             load(missing)
+    for odd in ("", "\0", "x" * 1_000_000):
+        with pytest.raises(FileNotFoundError, match="must be a folder or a hub id") as caught:
+            load(odd)
+        assert len(str(caught.value)) < 400
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileNotFoundError, match="got the file"):
         load(tmp_path / "file")
