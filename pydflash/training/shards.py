@@ -248,7 +248,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     for i, shard in enumerate(shards):
         for name, kind in _ENTRY.items():
             value = shard.get(name) if isinstance(shard, dict) else None
-            wrong = type(value) is not kind or (kind is int and value < 0)
+            wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
             if wrong or (name == "file" and Path(str(value)).name != value):
                 allowed = "a count" if kind is int else "a file name here" if name == "file" else f"a {kind.__name__}"
                 raise ValueError(f"training data: {path}: shards[{i}].{name} must be {allowed}, got {shown(value)}")
