@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .files import is_hub_id, local_folder, read_json
 from .keys import is_drafter
 from .smollm2 import ensure_smollm2
+from .values import shown
 
 Source = str | os.PathLike[str]
 
@@ -24,6 +25,7 @@ _TARGET = (
     *("device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers", "quantization_config"),
 )
 _DRAFTER = ("revision", *_SHARED)
+_LONGEST = 4096  # characters of a path, on Linux
 _HINTS = {
     "torch_dtype": "dtype",
     "use_auth_token": "token",
@@ -162,6 +164,9 @@ def _folder(source: Source, who: str, instead_of_gguf: str) -> Path | None:
 
     Anything of the form owner/name may be one; that is for the hub to say, unless `owner` is a folder here.
     """
+    text = os.fspath(source)
+    if not text or len(text) > _LONGEST or "\0" in text:
+        raise FileNotFoundError(f"{who}: path_or_id must be a folder or a hub id 'owner/name', got {shown(text)}")
     path = Path(source).expanduser()
     if path.is_dir():
         return path

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..checkpoints.config import DrafterConfig
-from ..checkpoints.files import write_file
+from ..checkpoints.files import read_json, write_file
 from ..decoder.stores import KVCache
 from ..drafter.module import Drafter
 from ..target.generic import Target
@@ -163,7 +163,9 @@ class InputConditionedDrafter(Drafter):
     ) -> InputConditionedDrafter:
         """Load what `save_pretrained` wrote into a folder; there are none on the hub."""
         folder = Path(path_or_id)
-        drafter = cls(DrafterConfig.from_dict(json.loads((folder / ABLATION_CONFIG).read_text())), backend=backend)
+        drafter = cls(
+            DrafterConfig.from_dict(read_json(folder / ABLATION_CONFIG, "InputConditionedDrafter")), backend=backend
+        )
         drafter.load_state_dict(load_file(folder / ABLATION_WEIGHTS))
         return drafter.to(device=device, dtype=dtype).eval()
 

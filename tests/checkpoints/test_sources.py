@@ -143,6 +143,10 @@ def test_a_folder_that_is_missing_is_said_to_be(load, tmp_path, monkeypatch):
             FileNotFoundError, match=r"must be a folder or a hub id 'owner/name', got .*: no such folder"
         ):
             load(missing)
+    for odd in ("", "\0", "x" * 1_000_000):
+        with pytest.raises(FileNotFoundError, match="must be a folder or a hub id") as caught:
+            load(odd)
+        assert len(str(caught.value)) < 400
     (tmp_path / "file").write_text("x")
     with pytest.raises(FileNotFoundError, match="got the file"):
         load(tmp_path / "file")
@@ -153,12 +157,17 @@ def test_a_folder_that_is_missing_is_said_to_be(load, tmp_path, monkeypatch):
 def test_a_hub_id_that_cannot_be_had_says_both(monkeypatch):
     from transformers import AutoConfig
 
-    def refuse(*_: Any, **__: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def refuse(source: str, **given: Any) -> None:
+        seen.update(given)
         raise OSError("We cannot connect\nand so on " + "x" * 1000)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    where = {"revision": "r", "token": "t", "cache_dir": "c", "local_files_only": True, "gguf_file": "g"}
     with pytest.raises(OSError, match=r"^Target: there is no folder 'no/where' here, and as a hub id .*connect$"):
-        Target.from_pretrained("no/where")
+        Target.from_pretrained("no/where", device_map="cpu", **where)
+    assert seen == where | {"trust_remote_code": False}
 
 
 def test_smollm2_is_a_name_on_both_sides(monkeypatch, pair):

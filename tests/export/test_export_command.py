@@ -134,7 +134,9 @@ def test_cross_check_says_what_it_needs_before_any_work(
     )
     monkeypatch.setattr("pydflash.export.write.load_checkpoint", lambda *_: pytest.fail("work was begun"))
     assert main(command(work, "--cross-check")) == 2
-    assert "--cross-check (cross_check=True) needs onnxscript: pip install onnxscript" in capsys.readouterr().err
+    assert "needs onnxscript: pip install onnxscript" in capsys.readouterr().err
+    with pytest.raises(ImportError, match=r"\(cross_check=True\) needs onnxscript: pip install onnxscript"):
+        export_drafter(work / "drafter", work / "target", work / "out", cross_check=True)
     assert not (work / "out").exists()
 
 
