@@ -58,7 +58,7 @@ def test_hidden_states_and_path_match(pair: tuple[Drafter, nn.Module], pieces: l
         assert proposal.candidates.sort().values.tolist() == candidates.sort().values.tolist()
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("fitted", [False, True])
 def test_rounds_match(
     pair: tuple[Drafter, nn.Module], fitted: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

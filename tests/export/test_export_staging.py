@@ -132,6 +132,7 @@ def slow(work: Path) -> subprocess.Popen[str]:
     return run
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_export_that_is_ended_takes_its_files_along(work: Path, number: signal.Signals, code: int) -> None:
     with slow(work) as run:

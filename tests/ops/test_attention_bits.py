@@ -85,6 +85,7 @@ def assert_same_bits(case: Case, paths: Paths, dtype: torch.dtype, capacity: int
         assert not wrong.any(), f"{level}: slots {wrong.nonzero().flatten().tolist()} differ"
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -105,6 +106,7 @@ def test_every_shape_where_tiles_end(group: int, dim: int, dtype: torch.dtype) -
         assert_same_bits(case, paths, dtype)
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extra", [0, 5, 77])
 @pytest.mark.parametrize("window", [40, 300])

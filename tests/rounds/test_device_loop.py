@@ -144,6 +144,7 @@ def test_max_new_tokens_is_exact(count: int, ahead: int, device: torch.device) -
         assert (out.token_ids, out.finish_reason) == (text[:count], "length")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("drafting", ["knowing", "tree", "none"])
 def test_the_context_limit_is_reached_exactly(family: str, drafting: str, ahead: int, device: torch.device) -> None:

@@ -115,6 +115,7 @@ class AnyTrees:
         return Block(torch.tensor([tokens]), tree)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_for_a_seed_is_that_of_plain_decoding(version: int, temperature: float) -> None:
@@ -224,6 +225,7 @@ def test_logits_processors_see_the_path_of_their_row() -> None:
     assert got.token_ids == want.token_ids
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("room", range(1, 8))
 def test_the_context_limit_cuts_the_tree(room: int) -> None:
     model = TINY["qwen3"](num_hidden_layers=6, max_position_embeddings=24)
