@@ -142,11 +142,11 @@ def test_the_greedy_path_is_the_official_selectors(tmp_path: Path) -> None:
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A tiny target, drafters that were taught its text, and their exports."""
     work = tmp_path_factory.mktemp("fitted")
-    target = copy.deepcopy(learned(1, 6)[0])
+    target = copy.deepcopy(learned(1, 6, steps=120)[0])
     target.save_pretrained(work / "target")
     made: dict[str, Any] = {"target": target, "work": work}
     for version in (1, 2):
-        drafter = copy.deepcopy(learned(version, 6)[1])
+        drafter = copy.deepcopy(learned(version, 6, steps=120)[1])
         drafter.save_pretrained(work / f"drafter{version}")
         made[f"torch{version}"] = drafter
         for profile in PROFILES:

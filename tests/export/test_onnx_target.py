@@ -100,7 +100,7 @@ def test_a_prompt_longer_than_a_run_is_cut(tmp_path: Path, monkeypatch: pytest.M
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A target and a drafter that was taught its text, both exported into one folder."""
     work = tmp_path_factory.mktemp("pair")
-    model, drafter = copy.deepcopy(fitted(2, 6))
+    model, drafter = copy.deepcopy(fitted(2, 6, steps=120))
     drafter.save_pretrained(work / "drafter")
     folder = written(work, model)
     save_tokenizer(folder)

@@ -26,7 +26,7 @@ def pair(version: int | str, kind: str) -> tuple[Any, Any]:
         return copy.deepcopy(model).to(kind), copy.deepcopy(drafter).to(kind)
     if version == "knowing":
         return TINY["qwen3"](num_hidden_layers=LAYERS), Knowing(build_drafter(1, block_size=4).config).eval()
-    return fitted(int(version))
+    return fitted(int(version), steps=120)
 
 
 class Knowing(Drafter):

@@ -183,10 +183,10 @@ def fit(drafter: Drafter, model: nn.Module, steps: int = 120) -> Drafter:
 
 
 @functools.cache
-def fitted(version: int, block_size: int = 4) -> tuple[Any, Drafter]:
+def fitted(version: int, block_size: int = 4, steps: int = 60) -> tuple[Any, Drafter]:
     """A tiny model and a drafter that learned its text; shared by all tests, so copy them before a change."""
     model = TINY["qwen3"](num_hidden_layers=TARGET_LAYERS)
-    return model, fit(build_drafter(version, block_size=block_size), model)
+    return model, fit(build_drafter(version, block_size=block_size), model, steps)
 
 
 def unbounded(drafter: Drafter, batch: int, capacity: int) -> Any:
