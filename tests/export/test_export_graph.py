@@ -179,6 +179,7 @@ def test_the_checker_passes_the_graph(tmp_path: Path, version: int, profile: str
     assert places == {"draft.onnx.data"}
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_openvino_runs_the_portable_graph(tmp_path: Path, version: int, quantize: str | None) -> None:

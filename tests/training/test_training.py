@@ -409,6 +409,7 @@ def test_replay_finds_the_rounds_of_the_loop(version: int) -> None:
     assert acceptance_length([3, 1, 2]) == 3.0
 
 
+@pytest.mark.slow
 def test_sampled_rounds_are_those_of_the_loop_in_law() -> None:
     """Mean rounds of 150 sampled requests against the expectation over 150 plain texts: within 4 standard errors."""
     temperature = 0.7
