@@ -28,7 +28,7 @@ from machine import machine
 from torch import Tensor
 
 from pydflash import ops
-from pydflash.ops import reference, reference_fused
+from pydflash.ops import reference
 
 HIDDEN, HEADS, KV_HEADS, DIM, LAYERS, DRAFTER_LAYERS = 4096, 32, 8, 128, 36, 5
 CAPACITY, EPS = 4096, 1e-6
@@ -61,7 +61,7 @@ def tables() -> tuple[Tensor, Tensor]:
 def norm(rows: int) -> Sides:
     x, delta, weight = floats(rows, HIDDEN), floats(rows, HIDDEN), floats(HIDDEN)
     call = partial(ops.add_rms_norm, x, delta, weight, EPS)
-    return Sides(call, reference_fused.add_rms_norm, (x, delta, weight, EPS), 4 * x.nbytes + weight.nbytes)
+    return Sides(call, reference.add_rms_norm, (x, delta, weight, EPS), 4 * x.nbytes + weight.nbytes)
 
 
 def heads(batch: int, slots: int) -> Sides:
@@ -69,7 +69,7 @@ def heads(batch: int, slots: int) -> Sides:
     lengths, depths = ints(*[512] * batch), ints(list(range(slots)))
     blocks = [floats(batch, KV_HEADS, slots, DIM) for _ in range(2)]
     arguments = (qkv, floats(DIM), floats(DIM), EPS, *tables(), lengths, depths, *blocks, HEADS, DIM)
-    return Sides(partial(ops.head_norm_rope, *arguments), reference_fused.head_norm_rope, arguments, 2 * qkv.nbytes)
+    return Sides(partial(ops.head_norm_rope, *arguments), reference.head_norm_rope, arguments, 2 * qkv.nbytes)
 
 
 def context(batch: int, rows: int) -> Sides:
@@ -133,7 +133,7 @@ def commit(batch: int, slots: int, accepted: int) -> Sides:
     state = (bonus.clone(), *(ints(*[0] * batch) for _ in range(3)), record)
     arguments = (tokens, index, ints(*[accepted] * batch), bonus, active, features, torch.zeros_like(features), *state)
     call = partial(ops.round_commit, *arguments)
-    return Sides(call, reference_fused.round_commit, arguments, 4 * batch * (accepted + 1) * width)
+    return Sides(call, reference.round_commit, arguments, 4 * batch * (accepted + 1) * width)
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[], Sides]]]:

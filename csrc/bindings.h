@@ -9,6 +9,11 @@
 #include "kernels.h"
 #include "tensor_view.h"
 
+// The kernels of this module.
+#define PYDFLASH_PASTE(a, b) a##b
+#define PYDFLASH_LIST(backend) PYDFLASH_PASTE(PYDFLASH_KERNELS_, backend)
+#define PYDFLASH_KERNELS PYDFLASH_LIST(PYDFLASH_BACKEND)
+
 namespace py = pybind11;
 namespace backend = pydflash::PYDFLASH_BACKEND;
 
@@ -40,9 +45,29 @@ inline const void* maybe_weight(const char* op, const char* name, const MaybeCap
   return TensorView(op, name, *capsule).like(like).shape(shape, letters).contiguous().data();
 }
 
-// Adds the ops of PYDFLASH_FUSED_KERNELS to a module, skinny_linear, and packed_linear.
-void define_fused(py::module_& m);
-void define_linear(py::module_& m);
-void define_packed(py::module_& m);
+// Values can only be looked at where the host may read them.
+inline void check_lengths(const char* op, const int32_t* lengths, int64_t batch) {
+  if constexpr (PYDFLASH_HOST_MEMORY)
+    for (int64_t b = 0; b < batch; ++b)
+      if (lengths[b] < 0) refuse(text(op, ": lengths[", b, "] must be >= 0, got ", lengths[b]));
+}
+
+// cos and sin; returns the number of positions.
+inline int64_t check_tables(const char* op, const TensorView& cos, const TensorView& sin, int64_t rotary_dim,
+                            int64_t head_dim) {
+  if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 != 0)
+    refuse(text(op, ": rotary_dim must be even and at most head_dim = ", head_dim, ", got ", rotary_dim));
+  cos.float32().shape({-1, rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+  sin.float32().shape({cos.dim(0), rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+  if (rotary_dim > 0 && cos.dim(0) == 0) cos.fail("of at least one position", "0");
+  return cos.dim(0);
+}
+
+// Adds kernel `name` to a module. One in the backend's list without a PYDFLASH_BIND does not link.
+#define PYDFLASH_DECLARE(name, Params) void define_##name(py::module_& m);
+PYDFLASH_KERNELS(PYDFLASH_DECLARE)
+#undef PYDFLASH_DECLARE
+#define PYDFLASH_BIND(name) \
+  void define_##name(py::module_& m) { m.def(#name, &name); }
 
 }  // namespace pydflash

@@ -1,4 +1,4 @@
-// skinny_linear, which not every backend of a device has.
+// Linear layers of few rows.
 #include <algorithm>
 
 #include "bindings.h"
@@ -55,7 +55,7 @@ float skinny_linear_balance(const std::vector<int>& out_features, int in_feature
 
 }  // namespace
 
-void define_linear(py::module_& m) {
+void define_skinny_linear(py::module_& m) {
   m.def("skinny_linear", &skinny_linear);
   m.def("skinny_linear_balance", &skinny_linear_balance);
 }

@@ -181,7 +181,7 @@ class Decoder {
 
 }  // namespace
 
-void define_packed(py::module_& m) {
+void define_packed_linear(py::module_& m) {
   m.def("packed_linear", &packed_linear);
   py::class_<Decoder>(m, "Decoder")
       .def(py::init<Capsule, std::array<int, 4>, bool, double, std::tuple<double, double, bool>,

@@ -67,7 +67,7 @@ struct BlockConvParams {
 // prev_a being candidate a of the slot before (the anchor for every a at the first). Without: score[c] = logit[c].
 struct PathSelectParams {
   int batch, slots;  // slots that draft: block_size - 1
-  int vocab_size, top_k, rank;  // rank 0 = no selector
+  int vocab_size, num_candidates, rank;  // rank 0 = no selector
   int codebook_size;            // rows of the codebooks
   DType dtype, selector_dtype;
   const void* logits;        // [batch, slots, >= vocab_size]
@@ -78,9 +78,9 @@ struct PathSelectParams {
   const int64_t* seeds;                          // [batch]
   const int32_t* starts;                         // [batch]
   int64_t* tokens;                               // [batch, slots]
-  int64_t* candidates;                           // [batch, slots, top_k]
-  float* probs;   // [batch, slots, top_k] or null; one-hot in greedy rows
-  float* scores;  // [batch, slots, top_k, top_k], or [batch, slots, top_k] without a selector
+  int64_t* candidates;                           // [batch, slots, num_candidates]
+  float* probs;   // [batch, slots, num_candidates] or null; one-hot in greedy rows
+  float* scores;  // [batch, slots, num_candidates, num_candidates]; without a selector [batch, slots, num_candidates]
   void* scratch;
 };
 
@@ -89,9 +89,10 @@ struct PathSelectParams {
 // score of the edge's row and log_total the logarithm of the row's sum of exp(score - shift): differences in float,
 // exponentials and their sum in double, rounded to float once. NaN counts as -inf, in scores and in any sum.
 struct Lattice {
-  int batch, slots, rows, top_k;  // rows per slot: top_k previous candidates (row 0 at the first slot), or 1 for all
-  const int64_t* candidates;      // [batch, slots, top_k]
-  const float* scores;            // [batch, slots, rows, top_k]
+  int batch, slots, num_candidates;
+  int rows;  // of a slot: num_candidates, one for each previous candidate (row 0 at the first slot), or 1 for all
+  const int64_t* candidates;      // [batch, slots, num_candidates]
+  const float* scores;            // [batch, slots, rows, num_candidates]
   const float* log_normalizers;   // [batch, slots] or null
 };
 
@@ -251,64 +252,64 @@ struct PackedLinearParams {
   int64_t out_stride;
 };
 
-// What every backend provides. PYDFLASH_KERNELS(apply) names each launch function with its params.
-#define PYDFLASH_KERNELS(apply)                  \
+// The kernels of each backend, each with its params. Declarations, the CPU's dispatch, the Python modules and their
+// `kernels` come from these lists; a kernel of a list that is written nowhere, or bound nowhere, does not link.
+#define PYDFLASH_KERNELS_OF_ALL(apply)           \
   apply(block_attention, BlockAttentionParams)   \
   apply(cache_append, CacheAppendParams)         \
-  apply(block_conv, BlockConvParams)             \
+  apply(context_append, ContextAppendParams)     \
+  apply(round_commit, RoundCommitParams)         \
   apply(path_select, PathSelectParams)           \
   apply(path_tree, PathTreeParams)               \
   apply(path_viterbi, PathViterbiParams)         \
-  apply(reject_sample, RejectSampleParams)
-
-// Steps of a decoder that plain torch would take in several launches each.
-#define PYDFLASH_FUSED_KERNELS(apply)            \
+  apply(reject_sample, RejectSampleParams)       \
   apply(add_rms_norm, AddRmsNormParams)          \
   apply(swiglu, SwigluParams)                    \
   apply(head_norm_rope, HeadNormRopeParams)      \
-  apply(context_append, ContextAppendParams)     \
-  apply(round_commit, RoundCommitParams)
+  apply(block_conv, BlockConvParams)
 
+#define PYDFLASH_KERNELS_cpu(apply) \
+  PYDFLASH_KERNELS_OF_ALL(apply)    \
+  apply(packed_linear, PackedLinearParams)
+#define PYDFLASH_KERNELS_cuda(apply) \
+  PYDFLASH_KERNELS_OF_ALL(apply)     \
+  apply(skinny_linear, SkinnyLinearParams)
+#define PYDFLASH_KERNELS_sycl_backend(apply) PYDFLASH_KERNELS_OF_ALL(apply)
+
+// What all backends have alike. scratch_bytes: the memory that a call works in, by shapes alone; none for most.
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
-namespace cpu {
-PYDFLASH_KERNELS(PYDFLASH_DECLARE)
-PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)
-PYDFLASH_DECLARE(packed_linear, PackedLinearParams)
-template <class Params>
-int64_t scratch_bytes(const Params&) {
-  return 0;
-}
-const char* description();  // the instruction-set level in use
-const char* select_level(const char* name);  // forces a level (tests); null if unknown to build or machine
-}  // namespace cpu
-
-// What backends of a device have alike. scratch_bytes: the device memory that a call works in, by shapes alone.
-#define PYDFLASH_DECLARE_DEVICE()                                \
-  PYDFLASH_KERNELS(PYDFLASH_DECLARE)                             \
-  PYDFLASH_FUSED_KERNELS(PYDFLASH_DECLARE)                       \
-  template <class Params>                                        \
-  int64_t scratch_bytes(const Params&) {                         \
-    return 0;                                                    \
-  }                                                              \
+#define PYDFLASH_DECLARE_BACKEND(kernels)                                      \
+  kernels(PYDFLASH_DECLARE)                                                    \
+  template <class Params>                                                      \
+  int64_t scratch_bytes(const Params&) {                                       \
+    return 0;                                                                  \
+  }                                                                            \
+  const char* description(); /* the instruction set in use, or how or for what it is compiled */ \
+  const char* select_level(const char* name); /* forces an instruction set (tests); null where there is no such */
+#define PYDFLASH_DECLARE_SCRATCH()                               \
   int64_t scratch_bytes(const BlockAttentionParams& params);     \
   int64_t scratch_bytes(const PathSelectParams& params);         \
   int64_t scratch_bytes(const PathTreeParams& params);           \
   int64_t scratch_bytes(const PathViterbiParams& params);        \
-  int64_t scratch_bytes(const RejectSampleParams& params);       \
-  const char* description(); /* how or for what it is compiled */ \
-  const char* select_level(const char* name); /* null: there is one level */
+  int64_t scratch_bytes(const RejectSampleParams& params);
+
+namespace cpu {
+PYDFLASH_DECLARE_BACKEND(PYDFLASH_KERNELS_cpu)
+}  // namespace cpu
 
 namespace cuda {
-PYDFLASH_DECLARE_DEVICE()
-PYDFLASH_DECLARE(skinny_linear, SkinnyLinearParams)
+PYDFLASH_DECLARE_BACKEND(PYDFLASH_KERNELS_cuda)
+PYDFLASH_DECLARE_SCRATCH()
 float skinny_linear_balance(const SkinnyLinearParams& params, int device);  // 1: all multiprocessors work all the time
 }  // namespace cuda
 
 // Not "sycl", which inside pydflash would hide SYCL's own namespace.
 namespace sycl_backend {
-PYDFLASH_DECLARE_DEVICE()
+PYDFLASH_DECLARE_BACKEND(PYDFLASH_KERNELS_sycl_backend)
+PYDFLASH_DECLARE_SCRATCH()
 }  // namespace sycl_backend
-#undef PYDFLASH_DECLARE_DEVICE
+#undef PYDFLASH_DECLARE_BACKEND
+#undef PYDFLASH_DECLARE_SCRATCH
 #undef PYDFLASH_DECLARE
 
 }  // namespace pydflash

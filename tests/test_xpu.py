@@ -14,7 +14,7 @@ from fakes import FakeTarget
 from pairs import build_drafter
 
 from pydflash import Speculator
-from pydflash.ops import _native, backends
+from pydflash.ops import backends, native
 from pydflash.target.loading import _default_device
 
 
@@ -35,9 +35,9 @@ def test_ops_get_the_queue_of_torchs_stream(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(sycl_queue=0x1230)
 
     monkeypatch.setattr(torch.xpu, "current_stream", current_stream)
-    assert _native._stream(torch.device("xpu", 1)) == 0x1230
+    assert native.stream_of(torch.device("xpu", 1)) == 0x1230
     assert asked == [torch.device("xpu", 1)]
-    assert _native._stream(torch.device("cpu")) == 0
+    assert native.stream_of(torch.device("cpu")) == 0
 
 
 def test_the_ops_of_an_xpu_are_those_of_sycl(monkeypatch: pytest.MonkeyPatch) -> None:

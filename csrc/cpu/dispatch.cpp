@@ -14,20 +14,18 @@
 
 namespace pydflash::cpu {
 
-#define PYDFLASH_CPU_KERNELS(apply) \
-  PYDFLASH_KERNELS(apply) PYDFLASH_FUSED_KERNELS(apply) apply(packed_linear, PackedLinearParams)
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
 #define PYDFLASH_MEMBER(name, Params) void (*name)(const Params&, Stream);
 
 namespace base {
-PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_KERNELS_cpu(PYDFLASH_DECLARE)
 }
 #if defined(PYDFLASH_X86)
 namespace avx2 {
-PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_KERNELS_cpu(PYDFLASH_DECLARE)
 }
 namespace avx512 {
-PYDFLASH_CPU_KERNELS(PYDFLASH_DECLARE)
+PYDFLASH_KERNELS_cpu(PYDFLASH_DECLARE)
 }
 namespace avx512_bf16 {
 void block_attention(const BlockAttentionParams& params, Stream stream);
@@ -44,7 +42,7 @@ struct Level {
   const char* name;
   bool (*usable)();
   bool (*preferred)();  // whether it may be chosen unasked
-  PYDFLASH_CPU_KERNELS(PYDFLASH_MEMBER)
+  PYDFLASH_KERNELS_cpu(PYDFLASH_MEMBER)
 };
 
 #define PYDFLASH_BASE(name, Params) base::name,
@@ -89,7 +87,7 @@ bool has_amx() {
 // avx512 with other kernels for what the level adds.
 Level wider(const char* name, bool (*usable)(), bool (*preferred)(), decltype(Level::block_attention) attention,
             decltype(Level::packed_linear) linear = avx512::packed_linear) {
-  Level level{name, usable, preferred, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)};
+  Level level{name, usable, preferred, PYDFLASH_KERNELS_cpu(PYDFLASH_AVX512)};
   level.block_attention = attention, level.packed_linear = linear;
   return level;
 }
@@ -99,10 +97,10 @@ const Level levels[] = {  // widest first
 #if defined(PYDFLASH_X86)
     wider("amx", has_amx, yes, amx::block_attention, amx::packed_linear),
     wider("avx512_bf16", has_avx512_bf16, is_amd, avx512_bf16::block_attention),
-    {"avx512", has_avx512, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX512)},
-    {"avx2", has_avx2, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_AVX2)},
+    {"avx512", has_avx512, yes, PYDFLASH_KERNELS_cpu(PYDFLASH_AVX512)},
+    {"avx2", has_avx2, yes, PYDFLASH_KERNELS_cpu(PYDFLASH_AVX2)},
 #endif
-    {"base", yes, yes, PYDFLASH_CPU_KERNELS(PYDFLASH_BASE)}};
+    {"base", yes, yes, PYDFLASH_KERNELS_cpu(PYDFLASH_BASE)}};
 
 const Level* widest() {
   for (const Level& level : levels)
@@ -127,6 +125,6 @@ const char* select_level(const char* name) {
 
 #define PYDFLASH_LAUNCH(name, Params) \
   void name(const Params& params, Stream stream) { chosen.load()->name(params, stream); }
-PYDFLASH_CPU_KERNELS(PYDFLASH_LAUNCH)
+PYDFLASH_KERNELS_cpu(PYDFLASH_LAUNCH)
 
 }  // namespace pydflash::cpu

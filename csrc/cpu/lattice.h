@@ -19,20 +19,20 @@ PYDFLASH_FN float edge_of(float score, Normalizer of) {
 
 // The candidates of slot `slot` of batch row b.
 PYDFLASH_FN const int64_t* candidates_of(const Lattice& lattice, int64_t b, int64_t slot) {
-  return lattice.candidates + (b * lattice.slots + slot) * lattice.top_k;
+  return lattice.candidates + (b * lattice.slots + slot) * lattice.num_candidates;
 }
 
 PYDFLASH_FN const float* scores_of(const Lattice& lattice, int64_t b, int64_t slot, int64_t row) {
-  return lattice.scores + ((b * lattice.slots + slot) * lattice.rows + row) * lattice.top_k;
+  return lattice.scores + ((b * lattice.slots + slot) * lattice.rows + row) * lattice.num_candidates;
 }
 
 inline Normalizer normalizer_of(const Lattice& lattice, int64_t b, int64_t slot, int64_t row) {
   if (lattice.log_normalizers != nullptr) return {lattice.log_normalizers[b * lattice.slots + slot], 0.0f};
   const float* scores = scores_of(lattice, b, slot, row);
-  const float top = largest_of(scores, lattice.top_k);
+  const float top = largest_of(scores, lattice.num_candidates);
   if (top == -kInfinity) return {0.0f, 0.0f};  // no edge of this row has any probability
   double total = 0;
-  for (int c = 0; c < lattice.top_k; ++c) {
+  for (int c = 0; c < lattice.num_candidates; ++c) {
     const float x = scores[c];
     if (x > -kInfinity) total += x == top ? 1.0 : ::exp(double(x - top));
   }

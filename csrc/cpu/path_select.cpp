@@ -20,15 +20,15 @@ void choose_candidates(const PathSelectParams& p, int64_t at, float* maxima) {
   const T* row = logits_of<T>(p, at);
   uint64_t keys[kMaxCandidates];
   block_maxima(row, p.vocab_size, maxima);
-  top_k(row, p.vocab_size, maxima, p.top_k, keys);
-  for (int c = 0; c < p.top_k; ++c) p.candidates[at * p.top_k + c] = key_id(keys[c]);
+  top_k(row, p.vocab_size, maxima, p.num_candidates, keys);
+  for (int c = 0; c < p.num_candidates; ++c) p.candidates[at * p.num_candidates + c] = key_id(keys[c]);
 }
 
 template <class T>
 void candidate_logits(const PathSelectParams& p, int64_t at, float* out) {
   const T* row = logits_of<T>(p, at);
-  for (int c = 0; c < p.top_k; ++c) {
-    const float value = to_float(row[p.candidates[at * p.top_k + c]]);
+  for (int c = 0; c < p.num_candidates; ++c) {
+    const float value = to_float(row[p.candidates[at * p.num_candidates + c]]);
     out[c] = value == value ? value : -kInfinity;
   }
 }
@@ -37,7 +37,7 @@ void candidate_logits(const PathSelectParams& p, int64_t at, float* out) {
 // Working memory: left [rows padded to kRows, rank], right [rank, candidates padded to kColumns].
 template <class T>
 void fill_lattice(const PathSelectParams& p, int64_t at, const float* logits, float* left, float* right) {
-  const int64_t rank = p.rank, count = p.top_k, width = padded(count, kColumns);
+  const int64_t rank = p.rank, count = p.num_candidates, width = padded(count, kColumns);
   const bool first = at % p.slots == 0;  // all rows start at the anchor and are the same
   const int64_t rows = first ? 1 : count;
   const T* hidden = static_cast<const T*>(p.hidden) + at * rank;
@@ -94,7 +94,7 @@ int choose(const float* row, int count, float temperature, float u, float* probs
 }
 
 void walk(const PathSelectParams& p, int64_t b) {
-  const int count = p.top_k;
+  const int count = p.num_candidates;
   int chosen = 0;
   for (int64_t slot = 0; slot < p.slots; ++slot) {
     const int64_t at = b * p.slots + slot;
@@ -109,7 +109,8 @@ void walk(const PathSelectParams& p, int64_t b) {
 template <class T>
 void run(const PathSelectParams& p) {
   const int64_t items = int64_t(p.batch) * p.slots, blocks = num_blocks(p.vocab_size);
-  const int64_t left_size = p.rank * padded(p.top_k, kRows), right_size = p.rank * padded(p.top_k, kColumns);
+  const int64_t left_size = p.rank * padded(p.num_candidates, kRows);
+  const int64_t right_size = p.rank * padded(p.num_candidates, kColumns);
   const int threads = threads_for(items * p.vocab_size, 1 << 16);
   const int64_t sides = left_size + right_size;
   const Scratch scratch(4 * (blocks > sides ? blocks : sides) + 192, threads);
@@ -124,7 +125,7 @@ void run(const PathSelectParams& p) {
     float* right = carve<float>(part, right_size);
     for (int64_t at = begin; at < end; ++at) {
       if (p.rank == 0) {
-        candidate_logits<T>(p, at, p.scores + at * p.top_k);
+        candidate_logits<T>(p, at, p.scores + at * p.num_candidates);
         continue;
       }
       float logits[kMaxCandidates];

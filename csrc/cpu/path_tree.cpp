@@ -10,7 +10,7 @@ constexpr int kMaxNodes = 63;
 // one value a node and then fills two: the parent's next child and the new node's first.
 class Tree {
  public:
-  // `children`: [num_nodes, top_k]; `known`: [slots, rows].
+  // `children`: [num_nodes, num_candidates]; `known`: [slots, rows].
   Tree(const PathTreeParams& p, int64_t b, float* children, Normalizer* known)
       : p_(p), b_(b), at_(b * (p.num_nodes + 1)), children_(children), known_(known) {
     for (int64_t i = 0; i < int64_t(p.lattice.slots) * p.lattice.rows; ++i) known_[i].log_total = NAN;
@@ -42,14 +42,15 @@ class Tree {
     Normalizer& of = known_[depth * lattice.rows + row];
     if (of.log_total != of.log_total) of = normalizer_of(lattice, b_, depth, row);
     const float* scores = scores_of(lattice, b_, depth, row);
-    float* values = children_ + int64_t(node) * lattice.top_k;
-    for (int c = 0; c < lattice.top_k; ++c) values[c] = no_nan(p_.log_probs[at_ + node] + edge_of(scores[c], of));
+    float* values = children_ + int64_t(node) * lattice.num_candidates;
+    for (int c = 0; c < lattice.num_candidates; ++c)
+      values[c] = no_nan(p_.log_probs[at_ + node] + edge_of(scores[c], of));
     advance(node);
   }
 
   void advance(int node) {
-    const float* values = children_ + int64_t(node) * p_.lattice.top_k;
-    const int best = best_of(values, candidates_of(p_.lattice, b_, p_.depths[at_ + node]), p_.lattice.top_k);
+    const float* values = children_ + int64_t(node) * p_.lattice.num_candidates;
+    const int best = best_of(values, candidates_of(p_.lattice, b_, p_.depths[at_ + node]), p_.lattice.num_candidates);
     first_untaken_[node] = best;
     value_[node] = best < 0 ? NAN : values[best];
   }
@@ -59,14 +60,14 @@ class Tree {
     const int64_t token = p_.trunk[b_ * p_.trunk_nodes + slot - 1];
     const int64_t* candidates = candidates_of(p_.lattice, b_, slot - 1);
     int c = 0;
-    while (c < p_.lattice.top_k && candidates[c] != token) ++c;
-    if (c < p_.lattice.top_k) return take(slot - 1, c, slot);
+    while (c < p_.lattice.num_candidates && candidates[c] != token) ++c;
+    if (c < p_.lattice.num_candidates) return take(slot - 1, c, slot);
     candidate_[slot] = 0;  // behind a node of -inf every row gives -inf
     put(slot - 1, slot, token, -kInfinity);
   }
 
   void take(int parent, int c, int slot) {
-    float& value = children_[int64_t(parent) * p_.lattice.top_k + c];
+    float& value = children_[int64_t(parent) * p_.lattice.num_candidates + c];
     candidate_[slot] = c;
     put(parent, slot, candidates_of(p_.lattice, b_, p_.depths[at_ + parent])[c], value);
     value = NAN;
@@ -93,7 +94,7 @@ class Tree {
 }  // namespace
 
 void path_tree(const PathTreeParams& p, Stream) {
-  const int64_t children = int64_t(p.num_nodes) * p.lattice.top_k;
+  const int64_t children = int64_t(p.num_nodes) * p.lattice.num_candidates;
   const int64_t known = int64_t(p.lattice.slots) * p.lattice.rows;
   const int threads = threads_for(p.lattice.batch * children, 1 << 13);
   const Scratch scratch(4 * children + int64_t(sizeof(Normalizer)) * known + 128, threads);

@@ -16,9 +16,9 @@ void best_path(const PathViterbiParams& p, int64_t b, float* tail, float* head, 
     for (int row = 0; row < rows; ++row) {
       const Normalizer of = normalizer_of(lattice, b, slot, row);
       const float* scores = scores_of(lattice, b, slot, row);
-      for (int c = 0; c < lattice.top_k; ++c)
+      for (int c = 0; c < lattice.num_candidates; ++c)
         values[c] = edges ? no_nan(edge_of(scores[c], of) + tail[c]) : edge_of(scores[c], of);
-      const int best = best_of(values, ids, lattice.top_k);
+      const int best = best_of(values, ids, lattice.num_candidates);
       next[slot * lattice.rows + row] = best;
       head[row] = edges ? values[best] : no_nan(tail[row] + values[best]);
     }
@@ -38,13 +38,13 @@ void best_path(const PathViterbiParams& p, int64_t b, float* tail, float* head, 
 
 void path_viterbi(const PathViterbiParams& p, Stream) {
   const int64_t rows = p.lattice.rows, choices = p.lattice.slots * rows;
-  const int threads = threads_for(p.lattice.batch * choices * p.lattice.top_k, 1 << 14);
-  const Scratch scratch(4 * (2 * rows + p.lattice.top_k + choices) + 256, threads);
+  const int threads = threads_for(p.lattice.batch * choices * p.lattice.num_candidates, 1 << 14);
+  const Scratch scratch(4 * (2 * rows + p.lattice.num_candidates + choices) + 256, threads);
   in_shares(p.lattice.batch, threads, [&](int64_t begin, int64_t end, int thread) {
     char* part = scratch.part(thread);
     float* tail = carve<float>(part, rows);
     float* head = carve<float>(part, rows);
-    float* values = carve<float>(part, p.lattice.top_k);
+    float* values = carve<float>(part, p.lattice.num_candidates);
     int32_t* next = carve<int32_t>(part, choices);
     for (int64_t b = begin; b < end; ++b) best_path(p, b, tail, head, values, next);
   });

@@ -12,14 +12,14 @@ constexpr int64_t kSharedEdges = 36 * 1024;  // with a kernel's own, less than t
 
 // Edges of one batch row, in shared memory where they fit. Row r is (slot, previous candidate).
 struct Edges {
-  float* value;   // [slots * rows, top_k]
+  float* value;   // [slots * rows, num_candidates]
   float* best;    // [slots * rows]: the largest of each row
   int32_t* next;  // [slots * rows], for what comes after
 };
 
 inline int64_t edge_bytes(const Lattice& lattice) {
   const int64_t rows = int64_t(lattice.slots) * lattice.rows;
-  return (rows * (lattice.top_k + 2) * 4 + 255) & ~int64_t(255);
+  return (rows * (lattice.num_candidates + 2) * 4 + 255) & ~int64_t(255);
 }
 
 inline bool edges_are_shared(const Lattice& lattice) { return edge_bytes(lattice) <= kSharedEdges; }
@@ -33,7 +33,8 @@ __device__ __forceinline__ Edges edges_at(const Lattice& lattice, char* shared, 
                                           int64_t b) {
   const int64_t rows = int64_t(lattice.slots) * lattice.rows;
   float* value = reinterpret_cast<float*>(bytes > 0 ? static_cast<char*>(scratch) + b * bytes : shared);
-  return {value, value + rows * lattice.top_k, reinterpret_cast<int32_t*>(value + rows * (lattice.top_k + 1))};
+  return {value, value + rows * lattice.num_candidates,
+          reinterpret_cast<int32_t*>(value + rows * (lattice.num_candidates + 1))};
 }
 
 __device__ __forceinline__ float edge_of(float score, float shift, float log_total) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ float edge_of(float score, float shift, float log_tot
 }
 
 __device__ __forceinline__ const int64_t* candidates_of(const Lattice& lattice, int64_t b, int slot) {
-  return lattice.candidates + (b * lattice.slots + slot) * lattice.top_k;
+  return lattice.candidates + (b * lattice.slots + slot) * lattice.num_candidates;
 }
 
 // The candidate of the lowest id among `chosen` and those of `equal`, which begin at `first`.
@@ -56,7 +57,7 @@ __device__ __noinline__ int lowest_id(const int64_t* ids, int chosen, int first,
 
 // For the whole block; ends with a barrier.
 __device__ inline void fill_edges(const Lattice& lattice, int64_t b, const Edges& edges) {
-  const int count = lattice.top_k, rows = lattice.slots * lattice.rows, lane = int(threadIdx.x) % kRowLanes;
+  const int count = lattice.num_candidates, rows = lattice.slots * lattice.rows, lane = int(threadIdx.x) % kRowLanes;
   const float* scores = lattice.scores + b * rows * count;
   for (int64_t i = threadIdx.x; i < int64_t(rows) * count; i += blockDim.x) edges.value[i] = scores[i];
   __syncthreads();

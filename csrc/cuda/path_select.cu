@@ -20,24 +20,25 @@ struct LatticeTile {
 
 struct Workspace {
   LogitRows rows;
-  float* logits;  // [batch, slots, top_k]: of the candidates
+  float* logits;  // [batch, slots, num_candidates]: of the candidates
   // Of every row of a lattice of at most kSide candidates: which candidate follows, and the law it was drawn from.
-  int* choices;  // [batch, slots, top_k]
-  float* laws;   // [batch, slots, top_k, top_k]
+  int* choices;  // [batch, slots, num_candidates]
+  float* laws;   // [batch, slots, num_candidates, num_candidates]
 };
 
 // Whether a block of the lattice holds whole rows, and one block the choices of a batch row.
 bool is_small(const PathSelectParams& p) {
-  return p.rank > 0 && p.top_k <= kSide && p.slots * (p.top_k + 1) <= 2 * kSide * LatticeTile::kStride;
+  return p.rank > 0 && p.num_candidates <= kSide &&
+         p.slots * (p.num_candidates + 1) <= 2 * kSide * LatticeTile::kStride;
 }
 
 Workspace carve_workspace(const PathSelectParams& p, char*& part) {
   Workspace w{};
   w.rows = carve_rows(part, p.batch, p.slots, p.vocab_size, p.logits, p.logits_stride);
-  w.logits = p.rank > 0 ? carve<float>(part, w.rows.count * p.top_k) : p.scores;
+  w.logits = p.rank > 0 ? carve<float>(part, w.rows.count * p.num_candidates) : p.scores;
   if (!is_small(p)) return w;
-  w.choices = carve<int>(part, w.rows.count * p.top_k);
-  w.laws = carve<float>(part, p.probs != nullptr ? w.rows.count * p.top_k * p.top_k : 0);
+  w.choices = carve<int>(part, w.rows.count * p.num_candidates);
+  w.laws = carve<float>(part, p.probs != nullptr ? w.rows.count * p.num_candidates * p.num_candidates : 0);
   return w;
 }
 
@@ -103,9 +104,9 @@ struct Draws {
 
 // For a whole warp: the choice of one slot from a row of scores.
 __device__ int step(const PathSelectParams& p, const Draws& draws, int64_t index, const float* row) {
-  float* probs = p.probs != nullptr ? p.probs + index * p.top_k : nullptr;
-  const int chosen = choose(row, p.top_k, draws.temperature, draws.u(int(index % p.slots)), probs);
-  if (lane_index() == 0) p.tokens[index] = p.candidates[index * p.top_k + chosen];
+  float* probs = p.probs != nullptr ? p.probs + index * p.num_candidates : nullptr;
+  const int chosen = choose(row, p.num_candidates, draws.temperature, draws.u(int(index % p.slots)), probs);
+  if (lane_index() == 0) p.tokens[index] = p.candidates[index * p.num_candidates + chosen];
   return chosen;
 }
 
@@ -118,16 +119,16 @@ __global__ void __launch_bounds__(kMaxThreads, 2) choose_candidates(const PathSe
   const int64_t index = blockIdx.x;
   Candidates<T> candidates(w.rows, index, shared, NAN);
   Prefix prefix;
-  const int listed = candidates.collect(Target::count(p.top_k), prefix);
+  const int listed = candidates.collect(Target::count(p.num_candidates), prefix);
   sort_descending(shared.keys, listed);
-  for (int c = int(threadIdx.x); c < p.top_k; c += int(blockDim.x)) {
+  for (int c = int(threadIdx.x); c < p.num_candidates; c += int(blockDim.x)) {
     const uint64_t key = shared.keys[c];
-    p.candidates[index * p.top_k + c] = key_id(key);
-    w.logits[index * p.top_k + c] = key_value(key);
+    p.candidates[index * p.num_candidates + c] = key_id(key);
+    w.logits[index * p.num_candidates + c] = key_value(key);
   }
   if (p.rank > 0) return;
   __syncthreads();
-  if (warp_index() == 0) step(p, Draws(p, blockIdx.x / unsigned(p.slots)), index, w.logits + index * p.top_k);
+  if (warp_index() == 0) step(p, Draws(p, blockIdx.x / unsigned(p.slots)), index, w.logits + index * p.num_candidates);
 }
 
 // Some ranks of a row from `first` on; what lies behind the last rank is zero.
@@ -149,7 +150,7 @@ __device__ __forceinline__ void store_ranks(float* to, const float (&x)[N]) {
 // The choices of the rows of one slot's lattice: kSide neighbouring lanes have a row, each a candidate.
 __device__ __forceinline__ void choose_all(const PathSelectParams& p, const Workspace& w, int64_t index, int a, int c,
                                            float score) {
-  const int count = p.top_k, half = int(threadIdx.x) % 32 / kSide * kSide;
+  const int count = p.num_candidates, half = int(threadIdx.x) % 32 / kSide * kSide;
   const Draws draws(p, index / p.slots);
   const float value = c < count ? no_nan(score) : -INFINITY;
   float top = value;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void choose_all(const PathSelectParams& p, const Work
 
 // Along the choices of one batch row, for a whole block.
 __device__ __forceinline__ void follow_choices(const PathSelectParams& p, const Workspace& w, int64_t b, int* choices) {
-  const int count = p.top_k, size = p.slots * count;
+  const int count = p.num_candidates, size = p.slots * count;
   const int64_t first = b * p.slots;
   int* before = choices + size;  // the candidate before each slot
   for (int i = int(threadIdx.x); i < size; i += int(blockDim.x)) choices[i] = __ldcg(w.choices + first * count + i);
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kSide* kSide) fill_lattice(const PathSelectPar
   release_successor();
   wait_for_predecessor();
   constexpr int kVector = 16 / int(sizeof(T)), kPieces = kRanks / kVector;
-  const int64_t index = blockIdx.x, b = blockIdx.x / unsigned(p.slots), count = p.top_k;
+  const int64_t index = blockIdx.x, b = blockIdx.x / unsigned(p.slots), count = p.num_candidates;
   const int first_c = int(blockIdx.y) * kSide, first_a = int(blockIdx.z) * kSide;
   const int a = int(threadIdx.x) / kSide, c = int(threadIdx.x) % kSide;
   const bool start = blockIdx.x % unsigned(p.slots) == 0;  // all rows of the first slot start at the anchor
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kSide* kSide) fill_lattice(const PathSelectPar
 __global__ void __launch_bounds__(32) walk_lattice(const PathSelectParams p) {
   release_successor();
   wait_for_predecessor();
-  const int64_t first = int64_t(blockIdx.x) * p.slots, count = p.top_k;
+  const int64_t first = int64_t(blockIdx.x) * p.slots, count = p.num_candidates;
   const Draws draws(p, blockIdx.x);
   for (int slot = 0, at = 0; slot < p.slots; ++slot)
     at = step(p, draws, first + slot, p.scores + ((first + slot) * count + at) * count);
@@ -268,7 +269,7 @@ void fill(const PathSelectParams& p, const Workspace& w, Stream stream) {
   bool aligned = int64_t(p.rank) * int64_t(sizeof(T)) % 16 == 0;
   for (const void* data : {p.hidden, p.predecessor, p.successor})
     aligned = aligned && reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  const unsigned side = unsigned((p.top_k + kSide - 1) / kSide);
+  const unsigned side = unsigned((p.num_candidates + kSide - 1) / kSide);
   launch("path_select", fill_lattice<T>, dim3(unsigned(w.rows.count), side, side), dim3(kSide * kSide), 0, stream, p, w,
          aligned, is_small(p));
 }

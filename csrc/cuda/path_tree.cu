@@ -20,7 +20,7 @@ struct Nodes {
 class Tree {
  public:
   __device__ Tree(const PathTreeParams& p, int64_t b, const Edges& edges, Nodes& nodes)
-      : p_(p), b_(b), edges_(edges), nodes_(nodes), lane_(lane_index()), count_(p.lattice.top_k) {}
+      : p_(p), b_(b), edges_(edges), nodes_(nodes), lane_(lane_index()), count_(p.lattice.num_candidates) {}
 
   __device__ void grow() {
     if (lane_ == 0) nodes_.visibility[0] = 1, nodes_.parent[0] = -1, nodes_.candidate[0] = -1;

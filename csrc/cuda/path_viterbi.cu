@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kLatticeThreads) find_paths(const PathViterbiP
   wait_for_predecessor();
   const Lattice& lattice = p.lattice;
   const int64_t b = blockIdx.x;
-  const int count = lattice.top_k, lane = lane_index();
+  const int count = lattice.num_candidates, lane = lane_index();
   const bool behind = lattice.rows > 1;  // scores depend on the candidate before
   const Edges edges = edges_at(lattice, memory, p.scratch, scratch_bytes, b);
   for (int row = int(threadIdx.x); row < lattice.rows; row += int(blockDim.x)) tails[0][row] = 0.0f;

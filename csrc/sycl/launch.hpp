@@ -15,7 +15,7 @@
 // T is float, bfloat or half; a kernel that only moves bytes takes uint16_t, uint32_t or uint64_t. It is launched by
 //   launch<Scale<T>>("scale", stream, groups, threads, x, y, factor, Local<float>{count});
 // with one argument per field, of the field's own type (pointers may gain const): both are checked at compile time.
-// Its name must be in instances.inc, in a unit: the kernels that RTC compiles together, for one type.
+// A line "// RTC <unit>: Scale<T>" above it for each T makes it known to RTC; a unit is compiled as one.
 //
 // Inside the namespace write ::sycl::, the namespace of SYCL itself. Nothing is waited for on a borrowed queue; on
 // our own one, for memory of the host, launch returns when the kernel is done.

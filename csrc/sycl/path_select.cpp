@@ -6,7 +6,7 @@ namespace pydflash::sycl_backend {
 namespace {
 
 struct Workspace {
-  float *tops, *values;  // [batch, slots, groups]; [batch, slots, top_k], the scores themselves without a selector
+  float *tops, *values;  // [batch, slots, groups]; [batch, slots, candidates], or the scores themselves
   int* choices;          // [batch, slots, rows]
 };
 
@@ -14,17 +14,18 @@ Workspace carve_workspace(const PathSelectParams& p, char*& part) {
   const int64_t count = int64_t(p.batch) * p.slots;
   Workspace w{};
   w.tops = carve<float>(part, count * num_groups(p.vocab_size));
-  w.values = p.rank > 0 ? carve<float>(part, count * p.top_k) : p.scores;
-  w.choices = carve<int>(part, count * (p.rank > 0 ? p.top_k : 1));
+  w.values = p.rank > 0 ? carve<float>(part, count * p.num_candidates) : p.scores;
+  w.choices = carve<int>(part, count * (p.rank > 0 ? p.num_candidates : 1));
   return w;
 }
 
 template <class T>
 void fill(const PathSelectParams& p, const Workspace& w, Stream stream) {
-  const int64_t blocks = (p.top_k + kSide - 1) / kSide;
+  const int64_t blocks = (p.num_candidates + kSide - 1) / kSide;
   launch<FillLattice<T>>("path_select", stream, int64_t(p.batch) * p.slots * blocks * blocks, kSide * kSide,
                          static_cast<const T*>(p.hidden), static_cast<const T*>(p.predecessor),
-                         static_cast<const T*>(p.successor), p.slots, p.top_k, p.rank, p.codebook_size, p.anchors,
+                         static_cast<const T*>(p.successor), p.slots, p.num_candidates, p.rank, p.codebook_size,
+                         p.anchors,
                          p.candidates, w.values, p.scores, Local<LatticeTile>{1});
 }
 
@@ -39,13 +40,16 @@ void run(const PathSelectParams& p, Stream stream) {
   float* no_sums = nullptr;
   launch<ScanRows<T>>("path_select", stream, groups_for(groups), kThreads, logits, stride, p.slots, p.vocab_size,
                       groups, cold, w.tops, no_sums);
-  launch<ChooseCandidates<T>>("path_select", stream, count, kThreads, logits, stride, p.slots, p.vocab_size, p.top_k,
+  launch<ChooseCandidates<T>>("path_select", stream, count, kThreads, logits, stride, p.slots, p.vocab_size,
+                              p.num_candidates,
                               w.tops, p.candidates, w.values, Local<RowMemory>{1});
   if (p.rank > 0) by_dtype(p.selector_dtype, [&](auto type) { fill<decltype(type)>(p, w, stream); });
-  const int rows = p.rank > 0 ? p.top_k : 1;
-  launch<ChooseEdges>("path_select", stream, groups_for(count * rows), kThreads, p.scores, p.slots, rows, p.top_k,
+  const int rows = p.rank > 0 ? p.num_candidates : 1;
+  launch<ChooseEdges>("path_select", stream, groups_for(count * rows), kThreads, p.scores, p.slots, rows,
+                      p.num_candidates,
                       count * rows, p.temperature, p.seeds, p.starts, w.choices);
-  launch<WalkLattice>("path_select", stream, p.batch, 32, p.scores, p.slots, rows, p.top_k, p.temperature, w.choices,
+  launch<WalkLattice>("path_select", stream, p.batch, 32, p.scores, p.slots, rows, p.num_candidates,
+                      p.temperature, w.choices,
                       p.candidates, p.tokens, p.probs, Local<int>{p.slots + 1});
 }
 

@@ -16,7 +16,7 @@ void path_tree(const PathTreeParams& p, Stream stream) {
   const Edges edges = carve_edges(lattice, part);
   fill_edges("path_tree", stream, lattice, edges);
   launch<GrowTrees>("path_tree", stream, lattice.batch, 16, edges.value, edges.best, lattice.candidates,
-                    lattice.slots, lattice.rows, lattice.top_k, p.num_nodes, p.trunk_nodes, p.trunk, p.anchors,
+                    lattice.slots, lattice.rows, lattice.num_candidates, p.num_nodes, p.trunk_nodes, p.trunk, p.anchors,
                     p.tokens, p.parents, p.depths, p.visibility, p.log_probs, Local<Nodes>{1});
 }
 

@@ -30,7 +30,8 @@ void path_viterbi(const PathViterbiParams& p, Stream stream) {
   fill_edges("path_viterbi", stream, lattice, w.edges);
   const int64_t tails = lattice.rows > 1 ? 2 * int64_t(lattice.rows) : lattice.slots;
   launch<FindPaths>("path_viterbi", stream, lattice.batch, lattice.rows > 64 ? kThreads : 64, w.edges.value,
-                    lattice.candidates, lattice.slots, lattice.rows, lattice.top_k, w.next, p.tokens, p.log_probs,
+                    lattice.candidates, lattice.slots, lattice.rows, lattice.num_candidates, w.next, p.tokens,
+                    p.log_probs,
                     Local<float>{tails > 0 ? tails : 1});
 }
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "sycl/kernels/all.hpp"
+#include "sycl/all.hpp"
 
 namespace pydflash::sycl_backend {
 namespace {
@@ -31,7 +31,7 @@ const std::map<std::string, std::string>& units() {
 
 // A call of parallel_for makes a type a kernel; those of other units are left empty.
 std::string source_of(const std::string& unit) {
-  return R"(#include "sycl/kernels/all.hpp"
+  return R"(#include "sycl/all.hpp"
 namespace pydflash::sycl_backend {
 constexpr bool wanted(const char* unit) {
   const char* it = ")" + unit + R"(";
@@ -84,7 +84,7 @@ namespace detail {
   const Place place{context, type_name};
   if (const auto found = kernels.find(place); found != kernels.end()) return found->second;
   const auto listed = units().find(type_name);
-  if (listed == units().end()) throw std::logic_error(std::string("sycl: not in instances.inc: ") + type_name);
+  if (listed == units().end()) throw std::logic_error(std::string("sycl: no RTC line of a kernel names ") + type_name);
   auto bundle = bundles.find({context, listed->second});
   if (bundle == bundles.end())
     bundle = bundles.emplace(Place{context, listed->second}, compile(queue, listed->second)).first;

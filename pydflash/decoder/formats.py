@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops import backends
-from ..ops._native_fused import packed_parts
+from ..ops.linear import packed_parts
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)  # that weights keep in panels
 _ROWS = 8192  # of one call, which keeps memory for all of them

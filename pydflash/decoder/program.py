@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops import backends
-from ..ops._native import _capsule
+from ..ops.native import capsule
 from .formats import Packed
 from .stores import KVCache
 
@@ -38,7 +38,7 @@ class Program:
             for layer in decoder.layers
         ]
         self._native = module.Decoder(
-            _capsule(decoder.final_norm),
+            capsule(decoder.final_norm),
             (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, decoder.rotary_dim),
             decoder.interleaved,
             decoder.scale,
@@ -69,20 +69,20 @@ class Program:
         layers = list(taps)
         out, taken = torch.empty_like(x), x.new_empty(len(layers), *x.shape)
         self._native.forward(
-            _capsule(x),
-            _capsule(out),
-            *(_capsule(t) for t in (cache.k, cache.v, cache.lengths, *tables, block.depths, block.visibility)),
-            _capsule(block.causal),
-            _capsule(block.k),
-            _capsule(block.v),
+            capsule(x),
+            capsule(out),
+            *(capsule(t) for t in (cache.k, cache.v, cache.lengths, *tables, block.depths, block.visibility)),
+            capsule(block.causal),
+            capsule(block.k),
+            capsule(block.v),
             layers,
-            _capsule(taken),
+            capsule(taken),
         )
         return out, dict(zip(layers, taken, strict=True))
 
     def _capsule(self, tensor: Tensor | None) -> object:
         self._held.append(tensor)
-        return _capsule(tensor)
+        return capsule(tensor)
 
     def _linear(self, projection: Projection) -> tuple[Any, ...]:
         packed: Packed | None = projection.packed

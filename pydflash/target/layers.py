@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..decoder.adjacent import lay_together
 from ..decoder.formats import Packed
 from ..decoder.stack import Decoder, LayerWeights, Norm, Projection
-from ..ops import backends, reference_fused
+from ..ops import backends, reference
 
 if TYPE_CHECKING:
     from .generic import Target
@@ -232,7 +232,7 @@ def _norm_of(module: Any) -> Norm:
         want = module(x).float()
         kinds = [Norm(float(eps), offset, first) for offset in (0.0, 1.0) for first in (True, False)]
         errors = [
-            (reference_fused.add_rms_norm(x, None, weight, *_options(kind))[0].float() - want).abs().max().item()
+            (reference.add_rms_norm(x, None, weight, *_options(kind))[0].float() - want).abs().max().item()
             for kind in kinds
         ]
     best = min(range(len(kinds)), key=errors.__getitem__)

@@ -92,7 +92,7 @@ def test_it_keeps_what_it_reads() -> None:
 
 def call(pair: list[Drafter], **changes: Tensor) -> None:
     """One forward of the compiled side, with some arguments exchanged."""
-    from pydflash.ops._native import _capsule
+    from pydflash.ops.native import capsule
 
     config = pair[0].config
     shape = (config.num_layers, 2, config.num_kv_heads, 3, config.head_dim)
@@ -114,7 +114,7 @@ def call(pair: list[Drafter], **changes: Tensor) -> None:
     } | changes
     taken = arguments.pop("taken")
     program = pair[0].decoder().decoder.program  # type: ignore[union-attr]
-    program._native.forward(*map(_capsule, arguments.values()), changes.get("taps", []), _capsule(taken))
+    program._native.forward(*map(capsule, arguments.values()), changes.get("taps", []), capsule(taken))
 
 
 WRONG = (

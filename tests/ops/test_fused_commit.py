@@ -13,7 +13,7 @@ from matching import assert_matches
 from torch import Tensor
 
 from pydflash import ops
-from pydflash.ops import reference_fused as reference
+from pydflash.ops import reference
 
 # --- context_append -------------------------------------------------------------------------------------------
 

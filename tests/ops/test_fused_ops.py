@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pydflash import ops
-from pydflash.ops import reference_fused as reference
+from pydflash.ops import reference
 
 # --- add_rms_norm ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydflash import ops
 from pydflash.decoder.formats import Int8, Packed, panels_of
-from pydflash.ops import reference_fused as reference
+from pydflash.ops import reference
 
 CPU = torch.device("cpu")
 OWN = (torch.float32, torch.bfloat16)
@@ -156,10 +156,12 @@ def test_panels_hold_every_weight_once() -> None:
         assert panels.double().sum() == weight.double().sum()
 
 
-def test_float64_is_plain_torchs() -> None:
+def test_float64_is_the_definitions() -> None:
     x, weight = normal(3, 20), normal(5, 20, seed=1)
     padded = panels_of(weight.float()).double()
-    torch.testing.assert_close(ops.packed_linear(x, padded, None, None, 5), x @ weight.t())
+    torch.testing.assert_close(reference.packed_linear(x, padded, None, None, 5), x @ weight.t())
+    with pytest.raises(ValueError, match=r"^packed_linear: x must be float32, bfloat16 or float16, got float64$"):
+        ops.packed_linear(x, padded, None, None, 5)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pydflash import ops
-from pydflash.ops import backends
-from pydflash.ops._native import _capsule
+from pydflash.ops import backends, reference
+from pydflash.ops.native import capsule
 
 DTYPES = (torch.bfloat16, torch.float16)
 # in_features and out_features: a small model's layers, edges of every tile, and enough columns to split them
@@ -25,6 +25,20 @@ SHAPES = [
     (4096, (1024, 264)),
 ]
 on_cuda = pytest.mark.skipif(bool(unusable("cuda")), reason="needs the cuda backend")
+
+
+def skinny_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | None = None, gated: bool = False
+) -> Tensor:
+    """The op where its kernel is; elsewhere the definition, which the same tests hold for."""
+    return (ops if x.is_cuda else reference).skinny_linear(x, weights, biases, gated)
+
+
+def test_without_its_kernel_it_is_refused() -> None:
+    x, weights, biases = inputs(3, 64, (16,), torch.bfloat16, torch.device("cpu"))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(RuntimeError, match=r"^skinny_linear: the cpu backend does not have it, only cuda$"):
+            ops.skinny_linear(x, weights, biases)
 
 
 def inputs(
@@ -63,7 +77,7 @@ def test_rows_and_shapes(
 ) -> None:
     x, weights, biases = inputs(rows, in_features, out_features, dtype, device)
     poison(rows, sum(out_features), dtype, device)
-    got = ops.skinny_linear(x, weights, biases)
+    got = skinny_linear(x, weights, biases)
     assert got.shape == (rows, sum(out_features))
     assert_matches(got, definition(x, weights, biases))
 
@@ -75,7 +89,7 @@ def test_gated(rows: int, in_features: int, width: int, dtype: torch.dtype, devi
     """Factors are rounded before they are used, so a sum that rounds differently may move a factor by one step."""
     x, weights, biases = inputs(rows, in_features, (width, width), dtype, device)
     poison(rows, width, dtype, device)
-    got = ops.skinny_linear(x, weights, biases, gated=True)
+    got = skinny_linear(x, weights, biases, gated=True)
     assert got.shape == (rows, width)
     assert_matches(got, definition(x, weights, biases, gated=True))
 
@@ -85,15 +99,15 @@ def test_strided_rows(rows: int, device: torch.device) -> None:
     x, weights, biases = inputs(rows, 1024, (264, 48), torch.bfloat16, device)
     wide = torch.full((rows, 1056), float("nan"), dtype=x.dtype, device=device)
     wide[:, 16:1040] = x
-    got = ops.skinny_linear(wide[:, 16:1040], weights, biases)
-    assert torch.equal(got, ops.skinny_linear(x, weights, biases))
+    got = skinny_linear(wide[:, 16:1040], weights, biases)
+    assert torch.equal(got, skinny_linear(x, weights, biases))
 
 
 def test_rows_do_not_touch_each_other(device: torch.device) -> None:
     x, weights, biases = inputs(13, 4096, (264,), torch.bfloat16, device)
-    want = ops.skinny_linear(x, weights, biases)
+    want = skinny_linear(x, weights, biases)
     x[5, 77] = float("nan")
-    got = ops.skinny_linear(x, weights, biases)
+    got = skinny_linear(x, weights, biases)
     assert got[5].isnan().all()
     others = [i for i in range(13) if i != 5]
     assert torch.equal(got[others], want[others])
@@ -110,12 +124,12 @@ def test_a_row_is_the_same_beside_any_number_of_others(
     if device.type == "cpu":
         pytest.skip("the definition is torch's product, which promises nothing of the kind")
     x, weights, biases = inputs(16, in_features, out_features, torch.bfloat16, device)
-    want = ops.skinny_linear(x, weights, biases, gated)
+    want = skinny_linear(x, weights, biases, gated)
     assert_matches(want, definition(x, weights, biases, gated))
     for rows in range(1, 16):
-        assert torch.equal(ops.skinny_linear(x[:rows], weights, biases, gated), want[:rows])
+        assert torch.equal(skinny_linear(x[:rows], weights, biases, gated), want[:rows])
     for _ in range(20):
-        assert torch.equal(ops.skinny_linear(x, weights, biases, gated), want)
+        assert torch.equal(skinny_linear(x, weights, biases, gated), want)
 
 
 @on_cuda
@@ -128,10 +142,10 @@ def test_strided_out(width: int, gated: bool) -> None:
     out = torch.full((10, columns + 5), float("nan"), dtype=x.dtype, device=device)
     module = backends.load("cuda").module
     assert module is not None
-    given = [_capsule(weight) for weight in weights], [_capsule(bias) for bias in biases]
+    given = [capsule(weight) for weight in weights], [capsule(bias) for bias in biases]
     view = out[:9, 3 : columns + 3]
-    module.skinny_linear(_capsule(x), *given, gated, _capsule(view), torch.cuda.current_stream().cuda_stream, 0)
-    assert torch.equal(view, ops.skinny_linear(x, weights, biases, gated))
+    module.skinny_linear(capsule(x), *given, gated, capsule(view), torch.cuda.current_stream().cuda_stream, 0)
+    assert torch.equal(view, skinny_linear(x, weights, biases, gated))
     view.fill_(float("nan"))
     assert out.isnan().all()
 
@@ -150,7 +164,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ]
     for rows, held, gated, message in cases:
         with pytest.raises(ValueError, match=message):
-            ops.skinny_linear(rows, held, None, gated)
+            skinny_linear(rows, held, None, gated)
 
 
 @on_cuda
@@ -179,7 +193,7 @@ def test_chains_in_a_graph() -> None:
     def chain(eager: bool) -> Tensor:
         y = x
         for weights in layers:
-            y = ops.skinny_linear(y, weights)
+            y = skinny_linear(y, weights)
             if eager:
                 torch.cuda.synchronize()
         return y
@@ -202,6 +216,8 @@ def test_chains_in_a_graph() -> None:
 
 
 def test_opcheck(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs the kernel")
     x, weights, biases = inputs(3, 64, (16, 16), torch.bfloat16, device)
     for gated in (False, True):
         torch.library.opcheck(torch.ops.pydflash.skinny_linear.default, (x, weights, biases, gated))

@@ -19,7 +19,7 @@ from device_pairs import NOBODY, pair, prompts_of
 from devices import unusable
 
 from pydflash import Generation, Speculator, ops
-from pydflash.ops import _native, backends
+from pydflash.ops import backends, native
 from pydflash.ops import sycl_runtime as _sycl_runtime
 
 needs_sycl = pytest.mark.skipif(bool(unusable("sycl")), reason=f"sycl: {unusable('sycl')}")
@@ -111,7 +111,7 @@ def test_a_borrowed_queue_is_not_waited_on(library: ctypes.CDLL, queue: int, mon
     index, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     with backends.running("sycl"):
         ops.cache_append(*(x.clone() for x in (*caches, *blocks)), index, lengths)  # compiles
-        monkeypatch.setattr(_native, "_stream", lambda device: queue)
+        monkeypatch.setattr(native, "stream_of", lambda device: queue)
         library.hold(queue)
         ops.cache_append(*caches, *blocks, index, lengths)
     assert library.is_held()

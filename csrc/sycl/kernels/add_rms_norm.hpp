@@ -12,6 +12,9 @@ T scaled(float x, float scale, float weight, float offset, bool round_first) {
   return narrow<T>((round_first ? widen(narrow<T>(y)) : y) * (weight + offset));
 }
 
+// RTC f32: AddRmsNorm<float>
+// RTC bf16: AddRmsNorm<bfloat>
+// RTC f16: AddRmsNorm<half>
 template <class T>
 struct AddRmsNorm {
   const T *x, *delta, *weight;  // delta may be null

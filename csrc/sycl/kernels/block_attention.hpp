@@ -93,6 +93,15 @@ class AttentionRows {
 // A work-group has a tile of rows of a KV head, and every splits-th step of the context; the last split has the block
 // as well. kDim: head_dim rounded up to 64, 128 or 256. All becomes float in local memory; unseen rows become zeros,
 // whatever they held.
+// RTC attention_f32_64: BlockAttention<float, 64>
+// RTC attention_f32_128: BlockAttention<float, 128>
+// RTC attention_f32_256: BlockAttention<float, 256>
+// RTC attention_bf16_64: BlockAttention<bfloat, 64>
+// RTC attention_bf16_128: BlockAttention<bfloat, 128>
+// RTC attention_bf16_256: BlockAttention<bfloat, 256>
+// RTC attention_f16_64: BlockAttention<half, 64>
+// RTC attention_f16_128: BlockAttention<half, 128>
+// RTC attention_f16_256: BlockAttention<half, 256>
 template <class T, int kDim>
 struct BlockAttention {
   using Rows = AttentionRows<kDim>;
@@ -269,6 +278,9 @@ struct BlockAttention {
 };
 
 // A work-item has four columns of a row of the output. A part without keys may hold anything.
+// RTC f32: MergeAttention<float>
+// RTC bf16: MergeAttention<bfloat>
+// RTC f16: MergeAttention<half>
 template <class T>
 struct MergeAttention {
   AttentionShape shape;

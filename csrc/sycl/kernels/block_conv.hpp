@@ -5,6 +5,9 @@
 
 namespace pydflash::sycl_backend {
 
+// RTC f32: BlockConv<float>
+// RTC bf16: BlockConv<bfloat>
+// RTC f16: BlockConv<half>
 template <class T>
 struct BlockConv {
   const T *x, *base, *delta;

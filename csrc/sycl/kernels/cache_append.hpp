@@ -7,6 +7,9 @@ namespace pydflash::sycl_backend {
 
 // A work-group takes one head of one layer and sequence; the work-items are (row, unit of the row).
 // Strides and `units`, the length of a row, count units.
+// RTC common: CacheAppend<uint16_t>
+// RTC common: CacheAppend<uint32_t>
+// RTC common: CacheAppend<uint64_t>
 template <class Unit>
 struct CacheAppend {
   Unit *k_cache, *v_cache;

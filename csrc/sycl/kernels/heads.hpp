@@ -43,6 +43,9 @@ void turn_head(::sycl::nd_item<1> item, const HeadRules& rules, const T* from, c
   }
 }
 
+// RTC f32: HeadNormRope<float>
+// RTC bf16: HeadNormRope<bfloat>
+// RTC f16: HeadNormRope<half>
 template <class T>
 struct HeadNormRope {
   const T *qkv, *q_weight, *k_weight;
@@ -70,6 +73,9 @@ struct HeadNormRope {
   }
 };
 
+// RTC f32: ContextAppend<float>
+// RTC bf16: ContextAppend<bfloat>
+// RTC f16: ContextAppend<half>
 template <class T>
 struct ContextAppend {
   const T *kv, *k_weights;

@@ -6,13 +6,16 @@
 namespace pydflash::sycl_backend {
 
 // A work-group chooses the candidates of one slot.
+// RTC f32: ChooseCandidates<float>
+// RTC bf16: ChooseCandidates<bfloat>
+// RTC f16: ChooseCandidates<half>
 template <class T>
 struct ChooseCandidates {
   const T* logits;
   Strides2 stride;
-  int slots, vocab_size, top_k;
+  int slots, vocab_size, num_candidates;
   const float* tops;
-  int64_t* candidates;  // [batch, slots, top_k], as the next
+  int64_t* candidates;  // [batch, slots, num_candidates], as the next
   float* values;        // their logits
   ::sycl::local_accessor<RowMemory, 1> memory;
 
@@ -23,11 +26,11 @@ struct ChooseCandidates {
     Candidates<T> row(team, Rows<T>{logits, stride, slots, vocab_size}.row(index),
                       tops + index * num_groups(vocab_size), vocab_size, local);
     Prefix prefix{};
-    const int listed = row.collect({false, uint64_t(top_k), 0, 0}, prefix);
+    const int listed = row.collect({false, uint64_t(num_candidates), 0, 0}, prefix);
     sort_descending(team, local.keys, listed);
-    for (int c = team.thread(); c < top_k; c += team.size()) {
-      candidates[index * top_k + c] = key_id(local.keys[c]);
-      values[index * top_k + c] = key_value(local.keys[c]);
+    for (int c = team.thread(); c < num_candidates; c += team.size()) {
+      candidates[index * num_candidates + c] = key_id(local.keys[c]);
+      values[index * num_candidates + c] = key_value(local.keys[c]);
     }
   }
 };
@@ -40,10 +43,13 @@ struct LatticeTile {
 
 // scores[a][c] = logit[c] + sum_r predecessor[before_a][r] * hidden[r] * successor[candidate_c][r]. A work-group of
 // kSide * kSide items fills one block of one slot.
+// RTC f32: FillLattice<float>
+// RTC bf16: FillLattice<bfloat>
+// RTC f16: FillLattice<half>
 template <class T>
 struct FillLattice {
   const T *hidden, *predecessor, *successor;
-  int slots, top_k, rank, codebook_size;
+  int slots, num_candidates, rank, codebook_size;
   const int64_t *anchors, *candidates;
   const float* values;
   float* scores;
@@ -52,8 +58,8 @@ struct FillLattice {
   void operator()(::sycl::nd_item<1> item) const {
     const Team team(item);
     LatticeTile& tile = memory[0];
-    const int blocks = (top_k + kSide - 1) / kSide, block = int(item.get_group(0) % size_t(blocks * blocks));
-    const int64_t index = int64_t(item.get_group(0)) / (blocks * blocks), count = top_k;
+    const int blocks = (num_candidates + kSide - 1) / kSide, block = int(item.get_group(0) % size_t(blocks * blocks));
+    const int64_t index = int64_t(item.get_group(0)) / (blocks * blocks), count = num_candidates;
     const int first_a = block / blocks * kSide, first_c = block % blocks * kSide;
     const int a = team.thread() / kSide, c = team.thread() % kSide;
     const bool start = index % slots == 0;  // all rows of the first slot start at the anchor
@@ -64,7 +70,8 @@ struct FillLattice {
       const int width = ::sycl::min(rank - first, kRanks);
       for (int i = team.thread(); i < kSide * width; i += team.size()) {
         const int row = i / width, at = i % width, r = first + at;
-        const int64_t from_a = ::sycl::min(first_a + row, top_k - 1), from_c = ::sycl::min(first_c + row, top_k - 1);
+        const int64_t from_a = ::sycl::min(first_a + row, num_candidates - 1);
+        const int64_t from_c = ::sycl::min(first_c + row, num_candidates - 1);
         const int64_t before = start ? anchor : ids[from_a - count];
         tile.left[row][at] = widen(predecessor[before * rank + r]) * widen(hidden[index * rank + r]);
         tile.right[row][at] = widen(successor[ids[from_c] * rank + r]);
@@ -73,7 +80,7 @@ struct FillLattice {
       for (int r = 0; r < width; ++r) sum = ::sycl::fma(tile.left[a][r], tile.right[c][r], sum);
       team.wait();
     }
-    if (first_a + a < top_k && first_c + c < top_k)
+    if (first_a + a < num_candidates && first_c + c < num_candidates)
       scores[(index * count + first_a + a) * count + first_c + c] = values[index * count + first_c + c] + sum;
   }
 };
@@ -87,8 +94,9 @@ struct ScoreLaw {
   int best;
   float top;
 
-  ScoreLaw(const float* scores, int top_k, float heat)
-      : row(scores), count(top_k), temperature(heat), bits(unit_bits(top_k)), best(0), top(-kInfinity) {
+  ScoreLaw(const float* scores, int num_candidates, float at_temperature)
+      : row(scores), count(num_candidates), temperature(at_temperature), bits(unit_bits(num_candidates)), best(0),
+        top(-kInfinity) {
     for (int c = 0; c < count; ++c)
       if (row[c] > top) top = row[c], best = c;
   }
@@ -114,9 +122,10 @@ struct ScoreLaw {
 
 // What follows every candidate: a work-item draws from one row of one slot's scores. Without a selector, and in the
 // first slot, there is one row a slot.
+// RTC common: ChooseEdges
 struct ChooseEdges {
-  const float* scores;  // [batch, slots, rows, top_k]
-  int slots, rows, top_k;
+  const float* scores;  // [batch, slots, rows, num_candidates]
+  int slots, rows, num_candidates;
   int64_t count;             // of all rows
   const float* temperature;  // or null
   const int64_t* seeds;
@@ -129,21 +138,22 @@ struct ChooseEdges {
     const int64_t index = at / rows, b = index / slots;
     const int slot = int(index % slots);
     if (slot == 0 && at % rows != 0) return;
-    const float heat = temperature != nullptr ? temperature[b] : 0.0f;
-    const ScoreLaw law(scores + at * top_k, top_k, heat);
-    choices[at] = law.draw(heat > 0 ? uniform(seeds[b], starts[b], Purpose::draft, uint32_t(slot + 1)) : 0.0f);
+    const float t = temperature != nullptr ? temperature[b] : 0.0f;
+    const ScoreLaw law(scores + at * num_candidates, num_candidates, t);
+    choices[at] = law.draw(t > 0 ? uniform(seeds[b], starts[b], Purpose::draft, uint32_t(slot + 1)) : 0.0f);
   }
 };
 
 // A work-group walks along the choices of one batch row, and writes the laws they were drawn from.
+// RTC common: WalkLattice
 struct WalkLattice {
   const float* scores;
-  int slots, rows, top_k;
+  int slots, rows, num_candidates;
   const float* temperature;
   const int* choices;
   const int64_t* candidates;
   int64_t* tokens;
-  float* probs;                        // [batch, slots, top_k] or null
+  float* probs;                        // [batch, slots, num_candidates] or null
   ::sycl::local_accessor<int, 1> walk;  // [slots + 1]: the candidate before each slot
 
   void operator()(::sycl::nd_item<1> item) const {
@@ -155,17 +165,17 @@ struct WalkLattice {
         walk[slot + 1] = choices[(first + slot) * rows + (rows > 1 ? walk[slot] : 0)];
     }
     team.wait();
-    const float heat = temperature != nullptr ? temperature[b] : 0.0f;
+    const float t = temperature != nullptr ? temperature[b] : 0.0f;
     for (int slot = team.thread(); slot < slots; slot += team.size()) {
       const int64_t index = first + slot;
       const int chosen = walk[slot + 1];
-      tokens[index] = candidates[index * top_k + chosen];
+      tokens[index] = candidates[index * num_candidates + chosen];
       if (probs == nullptr) continue;
-      const ScoreLaw law(scores + (index * rows + (rows > 1 ? walk[slot] : 0)) * top_k, top_k, heat);
+      const ScoreLaw law(scores + (index * rows + (rows > 1 ? walk[slot] : 0)) * num_candidates, num_candidates, t);
       const bool certain = law.certain();
       const float total = certain ? 1.0f : from_fixed(law.total(), law.bits);
-      for (int c = 0; c < top_k; ++c)
-        probs[index * top_k + c] = certain ? (c == chosen ? 1.0f : 0.0f) : law.weight(c) / total;
+      for (int c = 0; c < num_candidates; ++c)
+        probs[index * num_candidates + c] = certain ? (c == chosen ? 1.0f : 0.0f) : law.weight(c) / total;
     }
   }
 };

@@ -19,10 +19,11 @@ struct Nodes {
 };
 
 // The tree of one batch row, grown by a work-group: best one as small as a sub-group, whose barriers cost nothing.
+// RTC common: GrowTrees
 struct GrowTrees {
   const float *edges, *best;
   const int64_t* candidates;
-  int slots, rows, top_k, num_nodes, trunk_nodes;
+  int slots, rows, num_candidates, num_nodes, trunk_nodes;
   const int64_t *trunk, *anchors;
   int64_t* tokens;
   int32_t *parents, *depths;
@@ -74,20 +75,20 @@ struct GrowTrees {
       }
     }
 
-    const int64_t* ids_of(int slot) const { return p.candidates + (b * p.slots + slot) * p.top_k; }
+    const int64_t* ids_of(int slot) const { return p.candidates + (b * p.slots + slot) * p.num_candidates; }
 
     // Of an untaken child, else 0.
     uint32_t child_value(int parent, int c) const {
       if ((nodes.taken[parent][c / 32] >> (c % 32) & 1) != 0) return 0;
-      return ordered(no_nan(nodes.log_prob[parent] + p.edges[nodes.row[parent] * p.top_k + c]));
+      return ordered(no_nan(nodes.log_prob[parent] + p.edges[nodes.row[parent] * p.num_candidates + c]));
     }
 
     // The parent's best untaken child, whose value is `most`, becomes node `slot`.
     void take_best(int parent, uint32_t most, int slot) {
       const int64_t* ids = ids_of(nodes.depth[parent]);
-      int chosen = p.top_k, ties = 0;
+      int chosen = p.num_candidates, ties = 0;
       uint32_t below = 0;
-      for (int c = thread; c < p.top_k; c += threads) {
+      for (int c = thread; c < p.num_candidates; c += threads) {
         const uint32_t value = child_value(parent, c);
         if (value != most)
           below = ::sycl::max(below, value);
@@ -97,9 +98,9 @@ struct GrowTrees {
       ties = team.sum(ties);
       if (ties > 1) {
         below = most;
-        const int64_t id = chosen < p.top_k ? ids[chosen] : INT64_MAX;
+        const int64_t id = chosen < p.num_candidates ? ids[chosen] : INT64_MAX;
         const int64_t lowest = team.least(id);
-        if (id != lowest) chosen = p.top_k;
+        if (id != lowest) chosen = p.num_candidates;
       }
       add(parent, team.least(chosen), slot, team.largest(below), from_ordered(most));
     }
@@ -109,16 +110,16 @@ struct GrowTrees {
       const int parent = slot - 1;
       const int64_t token = p.trunk[b * p.trunk_nodes + parent];
       const int64_t* ids = ids_of(parent);
-      int chosen = p.top_k;
-      for (int c = thread; c < p.top_k; c += threads)
+      int chosen = p.num_candidates;
+      for (int c = thread; c < p.num_candidates; c += threads)
         if (ids[c] == token) chosen = ::sycl::min(chosen, c);
       chosen = team.least(chosen);
-      if (chosen == p.top_k) {  // behind -inf every row gives -inf
+      if (chosen == p.num_candidates) {  // behind -inf every row gives -inf
         if (thread == 0) link(parent, slot, -1);
         return place(slot, slot, 0, -kInfinity);
       }
       uint32_t next = 0;
-      for (int c = thread; c < p.top_k; c += threads)
+      for (int c = thread; c < p.num_candidates; c += threads)
         if (c != chosen) next = ::sycl::max(next, child_value(parent, c));
       add(parent, chosen, slot, team.largest(next), from_ordered(child_value(parent, chosen)));
     }

@@ -8,10 +8,11 @@ namespace pydflash::sycl_backend {
 // From the last slot to the first: tails[c] is the best log-probability of what follows candidate c. A work-group has
 // a batch row, a work-item some rows of a slot. Independent slots have one row, whose best edge depends on nothing
 // else: there the work-items take slots, and one adds them up.
+// RTC common: FindPaths
 struct FindPaths {
-  const float* edges;  // [batch, slots, rows, top_k]
+  const float* edges;  // [batch, slots, rows, num_candidates]
   const int64_t* candidates;
-  int slots, rows, top_k;
+  int slots, rows, num_candidates;
   int32_t* next;  // [batch, slots, rows]
   int64_t* tokens;
   float* log_probs;
@@ -40,7 +41,7 @@ struct FindPaths {
     log_probs[item.get_group(0)] = tail;
     for (int slot = 0, row = 0; slot < slots; ++slot) {
       const int chosen = next[(first + slot) * rows + row];
-      tokens[first + slot] = candidates[(first + slot) * top_k + chosen];
+      tokens[first + slot] = candidates[(first + slot) * num_candidates + chosen];
       row = rows > 1 ? chosen : 0;
     }
   }
@@ -49,12 +50,12 @@ struct FindPaths {
   // The best continuation of a row, whose value it returns; ties go to the lower id, then to the first. What follows
   // each candidate stands in `tails` from `behind` on.
   float best_edge(int64_t slot, int row, int behind) const {
-    const float* edge = edges + (slot * rows + row) * top_k;
-    const int64_t* ids = candidates + slot * top_k;
+    const float* edge = edges + (slot * rows + row) * num_candidates;
+    const int64_t* ids = candidates + slot * num_candidates;
     const auto value_of = [&](int c) { return rows > 1 ? no_nan(edge[c] + tails[behind + c]) : edge[c]; };
     int chosen = 0;
     float most = value_of(0);
-    for (int c = 1; c < top_k; ++c) {
+    for (int c = 1; c < num_candidates; ++c) {
       const float here = value_of(c);
       if (here > most || (here == most && ids[c] < ids[chosen])) most = here, chosen = c;
     }

@@ -69,6 +69,9 @@ inline int depth_of(const int32_t* parents, int slot) {
 }
 
 // A work-group settles one row. Of rows whose draft is judged by q it leaves the law, for the residual.
+// RTC f32: SettleRows<float>
+// RTC bf16: SettleRows<bfloat>
+// RTC f16: SettleRows<half>
 template <class T>
 struct SettleRows {
   const T* logits;
@@ -126,6 +129,9 @@ struct SettleRows {
 };
 
 // A work-group walks down the slots of a batch row.
+// RTC f32: WalkSlots<float>
+// RTC bf16: WalkSlots<bfloat>
+// RTC f16: WalkSlots<half>
 template <class T>
 struct WalkSlots {
   const T* logits;

@@ -7,6 +7,9 @@ namespace pydflash::sycl_backend {
 
 // A work-group takes one entry of one sequence, that of entry 0 the sequence's numbers too. `units` is the length of
 // a row of features, which the strides count as well.
+// RTC common: RoundCommit<uint16_t>
+// RTC common: RoundCommit<uint32_t>
+// RTC common: RoundCommit<uint64_t>
 template <class Unit>
 struct RoundCommit {
   const int64_t* tokens;

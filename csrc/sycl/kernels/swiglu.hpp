@@ -5,6 +5,9 @@
 
 namespace pydflash::sycl_backend {
 
+// RTC f32: Swiglu<float>
+// RTC bf16: Swiglu<bfloat>
+// RTC f16: Swiglu<half>
 template <class T>
 struct Swiglu {
   const T* x;
