@@ -46,10 +46,16 @@ inline const void* maybe_weight(const char* op, const char* name, const MaybeCap
 }
 
 // Values can only be looked at where the host may read them.
-inline void check_lengths(const char* op, const int32_t* lengths, int64_t batch) {
+inline void check_values(const char* op, const char* name, const int32_t* values, int64_t batch, int64_t most) {
   if constexpr (PYDFLASH_HOST_MEMORY)
     for (int64_t b = 0; b < batch; ++b)
-      if (lengths[b] < 0) refuse(text(op, ": lengths[", b, "] must be >= 0, got ", lengths[b]));
+      if (values[b] < 0 || values[b] > most)
+        refuse(text(op, ": ", name, "[", b, "] must be >= 0", most < INT32_MAX ? text(" and at most ", most) : "",
+                    ", got ", values[b]));
+}
+
+inline void check_lengths(const char* op, const int32_t* lengths, int64_t batch, int64_t most = INT32_MAX) {
+  check_values(op, "lengths", lengths, batch, most);
 }
 
 // cos and sin; returns the number of positions.

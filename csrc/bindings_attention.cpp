@@ -27,9 +27,10 @@ void block_attention(Capsule q_, Capsule k_cache_, Capsule v_cache_, Capsule k_b
     refuse(text("block_attention: head_dim D must be a multiple of 8 from 8 to 256, got ", dim));
   if (kv_heads < 1 || heads % kv_heads != 0)
     refuse(text("block_attention: Hq must be a multiple of Hkv = ", kv_heads, ", got ", heads));
-  if (window < 0) refuse(text("block_attention: window must be >= 0 (0 = none), got ", window));
+  if (window < 0 || window > INT32_MAX)
+    refuse(text("block_attention: window must be >= 0 (0 = none) and below 2^31, got ", window));
   if (out.empty()) return;
-  check_lengths(op, data_of<int32_t>(lengths), batch);
+  check_lengths(op, data_of<int32_t>(lengths), batch, INT32_MAX - 1024);  // kernels look a tile ahead
   BlockAttentionParams p{};
   p.batch = int(batch), p.num_heads = int(heads), p.num_kv_heads = int(kv_heads), p.slots = int(slots);
   p.head_dim = int(dim), p.window = int(window), p.capacity = capacity, p.scale = float(scale);

@@ -53,6 +53,8 @@ void context_append(Capsule kv_, MaybeCapsule k_weights_, double eps, Capsule co
   p.positions = check_tables(op, cos, sin, rotary_dim, dim);
   p.k_weights = maybe_weight(op, "k_weights", k_weights_, kc, {layers, dim}, "[Ly, D]");
   if (kv.empty() || capacity == 0) return;
+  check_lengths(op, data_of<int32_t>(lengths), batch);
+  check_values(op, "counts", data_of<int32_t>(counts), batch, kv.dim(1));
   p.layers = int(layers), p.batch = int(batch), p.rows = int(kv.dim(1)), p.num_kv_heads = int(heads);
   p.head_dim = int(dim), p.rotary_dim = int(rotary_dim), p.interleaved = interleaved, p.round_first = round_first;
   p.dtype = kc.dtype(), p.kv = kv.data(), kv.strides_to(p.kv_stride, 2);
@@ -82,13 +84,24 @@ void round_commit(Capsule tokens_, Capsule index_, Capsule num_accepted_, Capsul
   record.int64().shape({batch, slots + 1}, "[B, S + 1]").contiguous();
   RoundCommitParams p{};
   if (features_in_) {
-    TensorView in(op, "features", *features_in_), out(op, "features_out", features_out_.value());
+    if (!features_out_) refuse("round_commit: features_out must be given with features, got None");
+    TensorView in(op, "features", *features_in_), out(op, "features_out", *features_out_);
     in.floating().shape({batch, slots, -1}, "[B, S, F]").row_contiguous();
     out.like(in).shape({batch, slots, in.dim(2)}, "[B, S, F]").contiguous();
     p.features = int(in.dim(2)), p.element_size = in.element_size();
     p.features_in = in.data(), in.strides_to(p.features_stride, 2), p.features_out = out.data();
   }
   if (tokens.empty()) return;
+  if constexpr (PYDFLASH_HOST_MEMORY)
+    for (int64_t b = 0; b < batch; ++b)
+      if (data_of<int32_t>(active)[b] != 0) {
+        const int32_t accepted = data_of<int32_t>(num_accepted)[b];
+        const int32_t length = data_of<int32_t>(lengths)[b], start = data_of<int32_t>(starts)[b];
+        check_values(op, "num_accepted", &accepted, 1, slots - 1);
+        check_values(op, "index", data_of<int32_t>(index) + b * slots, accepted + 1, slots - 1);
+        if (length > INT32_MAX - 1 - accepted || start > INT32_MAX - 1 - accepted)
+          refuse(text(op, ": lengths and starts must stay below 2^31, got ", length, " and ", start));
+      }
   p.batch = int(batch), p.slots = int(slots);
   p.tokens = data_of<int64_t>(tokens), p.index = data_of<int32_t>(index);
   p.num_accepted = data_of<int32_t>(num_accepted), p.bonus = data_of<int64_t>(bonus);

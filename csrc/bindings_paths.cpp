@@ -27,6 +27,8 @@ void path_select(Capsule logits_, MaybeCapsule hidden_, MaybeCapsule predecessor
   tokens.int64().shape({batch, slots}, "[B, S-1]").contiguous();
   PathSelectParams p{};
   if (hidden_) {
+    if (!predecessor_ || !successor_)
+      refuse("path_select: predecessor and successor must be given with hidden, got None");
     TensorView hidden(op, "hidden", *hidden_), predecessor(op, "predecessor", predecessor_.value()),
         successor(op, "successor", successor_.value());
     hidden.floating().shape({batch, slots, -1}, "[B, S-1, r]").contiguous();

@@ -88,8 +88,8 @@ PYDFLASH_FN uint32_t philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2,
   return c0;
 }
 
-// A uniform of 24 bits in [0, 1), strictly below 1, for (seed, position, purpose, slot).
-PYDFLASH_FN float uniform(int64_t seed, int32_t position, Purpose purpose, uint32_t slot = 0) {
+// A uniform of 24 bits in [0, 1), strictly below 1, for (seed, position modulo 2^32, purpose, slot).
+PYDFLASH_FN float uniform(int64_t seed, int64_t position, Purpose purpose, uint32_t slot = 0) {
   return float(philox(uint64_t(seed), uint32_t(position), 0, slot, uint32_t(purpose)) >> 8) * 0x1p-24f;
 }
 

@@ -85,14 +85,22 @@ class TensorView {
     int64_t dense = 1;
     for (int i = t->ndim - 1; i >= 0; --i) {
       strides_[i] = t->strides != nullptr ? t->strides[i] : dense;
-      dense *= shape_[i];
+      if (shape_[i] > INT32_MAX)  // params hold sizes as int
+        fail("of less than 2^31 in each dimension", shape_text(shape_));
+      dense *= shape_[i] > 0 ? shape_[i] : 1;
     }
   }
 
   void* data() const { return data_; }
   int rank() const { return int(shape_.size()); }
-  int64_t dim(int i) const { return shape_[i]; }
-  int64_t stride(int i) const { return strides_[i]; }
+  int64_t dim(int i) const {
+    needs(i + 1);
+    return shape_[size_t(i)];
+  }
+  int64_t stride(int i) const {
+    needs(i + 1);
+    return strides_[size_t(i)];
+  }
   int element_size() const { return bits_ / 8; }
   bool empty() const {
     for (int64_t n : shape_)
@@ -156,7 +164,8 @@ class TensorView {
   }
 
   void strides_to(int64_t* out, int count) const {
-    for (int i = 0; i < count; ++i) out[i] = strides_[i];
+    needs(count);
+    for (int i = 0; i < count; ++i) out[i] = strides_[size_t(i)];
   }
 
   [[noreturn]] void fail(const std::string& expected, const std::string& got) const {
@@ -164,6 +173,9 @@ class TensorView {
   }
 
  private:
+  void needs(int rank) const {
+    if (int(shape_.size()) < rank) fail(text("of at least ", rank, " dimensions"), shape_text(shape_));
+  }
   std::string dtype_text() const {
     static const char* const names[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
     return text(code_ <= 6 ? names[code_] : "type ", int(bits_));

@@ -107,7 +107,7 @@ void verify(const RejectSampleParams& p, int64_t b, Law<T> law, uint64_t* order)
   int slot = 0, depth = 0;  // of the last accepted slot; its depth counts the accepted drafts
   for (;;) {
     law.read(static_cast<const T*>(p.logits) + b * p.logits_stride[0] + slot * p.logits_stride[1]);
-    const auto draw = [&](Purpose purpose) { return uniform(p.seeds[b], p.starts[b] + depth + 1, purpose); };
+    const auto draw = [&](Purpose purpose) { return uniform(p.seeds[b], int64_t(p.starts[b]) + depth + 1, purpose); };
     const int64_t draft = slot + 1 < p.slots ? p.tokens[b * p.slots + slot + 1] : -1;
     int64_t token = -1;
     int next = -1;

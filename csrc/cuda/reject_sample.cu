@@ -123,7 +123,7 @@ __device__ __forceinline__ int settle(const RejectSampleParams& p, const Workspa
   const float logit = known ? no_nan(widen(w.rows.row<T>(index)[draft])) : 0.0f;
   const float share = known ? DraftRow(p, b, slot).at(draft) : 0.0f;
   const Purpose purpose = judged ? Purpose::accept : Purpose::target;
-  const float u = uniform(p.seeds[b], p.starts[b] + depth + 1, purpose);
+  const float u = uniform(p.seeds[b], int64_t(p.starts[b]) + depth + 1, purpose);
   const Drawn drawn = law.draw({temperature, p.top_p[b], p.min_p[b], p.top_k[b]}, u, judged);
   if (!judged) return drawn.id;
   const Law& found = law.law();
@@ -168,7 +168,7 @@ __device__ __noinline__ int draw_residual(const RejectSampleParams& p, const Wor
     }
   }
   __syncthreads();
-  const float u = uniform(p.seeds[b], p.starts[b] + depth + 1, Purpose::residual);
+  const float u = uniform(p.seeds[b], int64_t(p.starts[b]) + depth + 1, Purpose::residual);
   const Drawn drawn = law.locate(u, true, [&](int id) { return taken(q.alone_at(id)); });
   if (drawn.total > 0) return drawn.id;
   law.measure();

@@ -5,6 +5,8 @@ namespace {
 
 constexpr int kThreads = 256, kUnits = 2;
 
+__device__ int in_block(const RoundCommitParams& p, int slot) { return max(0, min(slot, p.slots - 1)); }
+
 // The numbers of sequence b, by one block.
 __device__ void commit(const RoundCommitParams& p, int b, bool active, int accepted) {
   const int64_t first = int64_t(b) * p.slots, bonus = p.bonus[b];
@@ -12,7 +14,7 @@ __device__ void commit(const RoundCommitParams& p, int b, bool active, int accep
   const int total = active ? accepted + 1 : 0;
 #pragma unroll 1
   for (int n = threadIdx.x; n < p.slots; n += kThreads)
-    record[n] = n + 1 < total ? p.tokens[first + p.index[first + n + 1]] : n + 1 == total ? bonus : -1;
+    record[n] = n + 1 < total ? p.tokens[first + in_block(p, p.index[first + n + 1])] : n + 1 == total ? bonus : -1;
   if (threadIdx.x > 0) return;
   record[p.slots] = total;
   p.counts[b] = total;
@@ -27,7 +29,8 @@ template <class Unit>
 __global__ void __launch_bounds__(kThreads) round_commit_kernel(RoundCommitParams p) {
   const int64_t n = blockIdx.y, b = blockIdx.z;
   wait_for_predecessor();
-  const int accepted = p.num_accepted[b], source = p.index[b * p.slots + n];
+  // Clamped: what the host could not check must not be read or written outside.
+  const int accepted = min(p.num_accepted[b], p.slots - 1), source = in_block(p, p.index[b * p.slots + n]);
   const bool active = p.active[b] != 0;
   if (blockIdx.x == 0 && n == 0) commit(p, int(b), active, accepted);
   if (p.features_in == nullptr || !active || n > accepted) return;

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -40,11 +39,25 @@ class Backend:
         return self.module is not None
 
 
-@cache
+_loaded: dict[str, Backend] = {}
+
+
 def load(name: str) -> Backend:
-    """Load the native module of backend `name` ("cpu", "cuda" or "sycl") and say why where that fails."""
+    """Load the native module of backend `name` ("cpu", "cuda" or "sycl") and say why where that fails.
+
+    A failure is not kept: what was missing for a moment, such as memory, is tried again.
+    """
+    if (known := _loaded.get(name)) is not None:
+        return known
     if name not in NAMES:
         raise ValueError(f"backend: must be one of {', '.join(NAMES)}, got {name!r}")
+    found = _load(name)
+    if found.usable:
+        _loaded[name] = found
+    return found
+
+
+def _load(name: str) -> Backend:
     import torch  # noqa: F401  # its OpenMP and device libraries come first, so that one copy serves both
 
     module = f"pydflash._{name}"

@@ -113,7 +113,7 @@ struct SettleRows {
     if (depth < 0) return 0;
     const int64_t draft = slot < draft_slots ? tokens[index + 1] : -1;
     const bool judged = draft >= 0, known = judged && draft < vocab_size;
-    const float u = uniform(seeds[b], starts[b] + depth + 1, judged ? Purpose::accept : Purpose::target);
+    const float u = uniform(seeds[b], int64_t(starts[b]) + depth + 1, judged ? Purpose::accept : Purpose::target);
     const uint64_t mass = law.filter({temperature[b], top_p[b], min_p[b], top_k[b]});
     if (!judged) return ::sycl::max(law.locate(bits_of(u)), 0);
     const Law& found = law.law();
@@ -231,7 +231,7 @@ struct WalkSlots {
         if (const int group = q.group_opened(c, vocab_size); group >= 0) parts.masses[group] = rest_of(group);
       team.wait();
     }
-    const uint32_t u = bits_of(uniform(seeds[b], starts[b] + depth + 1, Purpose::residual));
+    const uint32_t u = bits_of(uniform(seeds[b], int64_t(starts[b]) + depth + 1, Purpose::residual));
     const int id = law.locate(u, [&](int id) { return taken(q.at(id)); });
     if (id >= 0) return id;
     law.measure();
