@@ -56,7 +56,8 @@ def block_attention(
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
     window = 0 if window is None else window
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0  # kernels refuse the others
     module, stream, device = module_for(
         "block_attention", q, k_cache, v_cache, k_block, v_block, lengths, visibility, depths
     )

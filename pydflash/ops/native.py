@@ -23,6 +23,8 @@ def module_for(op: str, *tensors: Tensor | None) -> tuple[Any, int, int]:
     for t in tensors:
         if t is None:
             continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: arguments must be tensors, got {type(t).__name__}")
         if device is None:
             device = t.device
         elif t.device != device:

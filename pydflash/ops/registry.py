@@ -73,7 +73,7 @@ def register(
         _declared[name] = Op(name, schema, reference, backends)
         _library.define(schema)
         _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"pydflash::{name}", fake, lib=_library)
+        torch.library.register_fake(f"pydflash::{name}", _on_one_device(name, fake), lib=_library)
         dispatched: Callable[..., R] = getattr(torch.ops.pydflash, name).default
 
         @functools.wraps(run)
@@ -90,6 +90,18 @@ def register(
         return call
 
     return declare
+
+
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """torch asks the fake too where one tensor alone is without memory; the others would give results of noise."""
+
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        devices = {str(t.device) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{name}: all tensors must be on one device, got {' and '.join(sorted(devices))}")
+        return fake(*args, **kwargs)
+
+    return shapes
 
 
 def _direct(values: Iterable[Any]) -> bool:

@@ -53,7 +53,11 @@ def test_a_missing_backend_is_refused_with_the_reason(kind: str, name: str, monk
     want = f"the {backend} backend is not usable: it went away"
     if backend not in registry.ops()[name].backends:
         want = f"the {backend} backend does not have it, only" if backend in backends.NAMES else "no backend runs on"
-    like: Any = type("Somewhere", (), {"device": torch.device(kind)})()
+
+    class Somewhere(torch.Tensor):
+        device = torch.device(kind)  # type: ignore[assignment]
+
+    like: Any = torch.Tensor._make_subclass(Somewhere, torch.zeros(1))
     with pytest.raises(RuntimeError, match=f"^{name}: {want}"):
         native.module_for(name, like)
 
