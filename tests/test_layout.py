@@ -43,7 +43,7 @@ STILL_THERE: set[tuple[str, str]] = {
     *(("rounds.host", name) for name in ("drafter.module", "target.generic")),
     ("rounds.paths", "drafter.module"),
 }
-STILL_ROUND = [["ops", "ops.fused"]]
+STILL_ROUND: list[list[str]] = []
 CONFIG = {f"checkpoints.{name}" for name in ("config", "keys", "rope", "layouts", "values", "foreign")}
 # Single files that know less than their room may.
 KNOWS_ONLY: dict[str, set[str]] = {
@@ -210,9 +210,6 @@ def test_importing_everything_touches_no_device() -> None:
 OF_TARGET = {"_borrow", "_cache_name", "_plan", "_rope_switch", "_takes_logits_to_keep", "_takes_positions"}
 OF_TARGET |= {"_text_config", "_try_forward"}
 BORROWED: dict[str, set[str]] = {
-    "decoder.formats": {"_native_fused"},
-    "decoder.program": {"_capsule", "_native"},
-    "ops._native_fused": {"_capsule", "_module", "_rows"},
     "target.batch": OF_TARGET,
     "target.fused": OF_TARGET | {"_closed", "_trial_ids"},
     "target.layers": {"_text_config"},
