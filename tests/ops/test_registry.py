@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import unusable
+from devices import unusable
 
 from pydflash import ops
 from pydflash.ops import backends, native, reference, registry
