@@ -17,7 +17,7 @@ _SCHEMAS = (
     " -> (Tensor, Tensor)",
     "swiglu(Tensor x) -> Tensor",
     "skinny_linear(Tensor x, Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor",
-    "packed_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features) -> Tensor",
+    "packed_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features, str format) -> Tensor",
     "head_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, Tensor sin,"
     " Tensor lengths, Tensor depths, Tensor(a!) k_block, Tensor(b!) v_block, int num_heads, int rotary_dim,"
     " bool interleaved, float weight_offset, bool round_first) -> Tensor",
@@ -87,23 +87,26 @@ def _linear_out(x: Tensor, weights: Sequence[Tensor], gated: bool) -> Tensor:
     return x.new_empty(x.shape[0], weights[0].shape[0] if gated else sum(weight.shape[0] for weight in weights))
 
 
-def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     module, stream, device = _module("packed_linear", x, weight, scales, bias)
-    out = _packed_out(x, weight, scales, bias, out_features)
-    module.packed_linear(
-        _capsule(_rows(x)), packed_parts(weight, scales, bias, x.shape[-1], out_features), _capsule(out), stream, device
-    )
+    out = _packed_out(x, weight, scales, bias, out_features, format)
+    parts = packed_parts(weight, scales, bias, x.shape[-1], out_features, format)
+    module.packed_linear(_capsule(_rows(x)), parts, _capsule(out), stream, device)
     return out
 
 
 def packed_parts(
-    weight: Tensor, scales: Tensor | None, bias: Tensor | None, in_features: int, out_features: int
-) -> tuple[object, object, object, int, int]:
+    weight: Tensor, scales: Tensor | None, bias: Tensor | None, in_features: int, out_features: int, format: str
+) -> tuple[object, object, object, int, int, str]:
     """A packed layer as compiled code takes it; the caller keeps the tensors."""
-    return _capsule(weight), _capsule(scales), _capsule(bias), in_features, out_features
+    return _capsule(weight), _capsule(scales), _capsule(bias), in_features, out_features, format
 
 
-def _packed_out(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def _packed_out(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 
 

@@ -88,25 +88,29 @@ def skinny_linear(
     return op(*arguments) if x.device.type == "cpu" else run(native.skinny_linear, op, *arguments)
 
 
-def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     """A linear layer on a CPU, at the speed of its weight's bytes; `pydflash.decoder.formats` makes the weight.
 
     A row's result does not depend on the other rows, nor on how many there are, to the last bit.
 
     Args:
-        x: [M, K], M at most 65535; float32 or bfloat16, or with scales float16 as well.
+        x: [M, K], M at most 65535; of the format's dtype, or with int8 float32, bfloat16 or float16.
         weight: [panels, steps, 2, 16, 16, inputs]: panels of 32 outputs, steps of 16 words of 4 bytes, in halves of 16
-            outputs; of x's dtype (1 or 2 inputs in a word), or with scales int8 (4 inputs). Zero beyond N and K.
-        scales: [N] float32 of an int8 weight: then each row of x is rounded to 8 bits by its largest magnitude, and
-            the products of whole numbers are exact.
+            outputs; 1, 2 or 4 inputs in a word of float32, bfloat16 or int8. Zero beyond N and K.
+        scales: [N] float32 with int8: then each row of x is rounded to 8 bits by its largest magnitude, and the
+            products of whole numbers are exact. Else None.
         bias: [N] or None.
         out_features: N.
+        format: "float32", "bfloat16" or "int8"; see `pydflash.decoder.formats`.
 
     Returns: [M, N]. Sums in float32, rounded once.
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    return _run(native.packed_linear, torch.ops.pydflash.packed_linear, x, weight, scales, bias, out_features)
+    op = torch.ops.pydflash.packed_linear
+    return _run(native.packed_linear, op, x, weight, scales, bias, out_features, format)
 
 
 def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:
