@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from pydflash.decoder.formats import Int8, Packed
+from pydflash.decoder import formats
 
 # Layers, and each layer's [out_features, in_features]; of the larger model a few layers show the same.
 MODELS = {
@@ -48,7 +48,8 @@ def sides_of(weights: list[Tensor]) -> dict[str, list[Layer]]:
     sides: dict[str, list[Layer]] = {"torch": [plain(w) for w in weights]}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         sides["oneDNN"] = [prepacked(w) for w in weights]
-    return sides | {"packed": [Packed(w, None) for w in weights], "int8": [Int8(w, None) for w in weights]}
+    names = {"packed": "bfloat16", "int8": "int8"}
+    return sides | {side: [formats.of(name).linear(w, None) for w in weights] for side, name in names.items()}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from pydflash import Drafter, DrafterConfig, Target
 from pydflash.bench.methods import Ends, official_method
-from pydflash.decoder.stack import Projection
+from pydflash.decoder.linear import Projection
 from pydflash.rounds.device_round import DeviceRound
 from pydflash.rounds.paths import Paths
 from pydflash.target.fused import FastTarget
@@ -111,8 +111,9 @@ def fill(rounds: DeviceRound, context: int) -> None:
     for cache in (rounds.cache, rounds.context):
         if cache is not None:
             with torch.inference_mode():
-                for layer in (*cache.k, *cache.v):
-                    layer.normal_()
+                for store in cache.stores:
+                    for layer in (*store.k, *store.v):
+                        layer.normal_()
                 cache.lengths.fill_(context)
     with torch.inference_mode():
         rounds.starts.fill_(context)
@@ -127,8 +128,10 @@ def linears_of(fast: FastTarget, drafter: Drafter | None, rows: int) -> Callable
 
     def add(decoder: Any) -> None:
         for layer in decoder.layers:
-            convs = [c.deltas for c in (layer.attention_conv, layer.mlp_conv) if c is not None]
-            groups.extend((layer.qkv, layer.output, layer.gate_up, layer.down, *convs))
+            convs = [a.convolution for a in (layer.around_mixer, layer.around_mlp)]
+            attention, mlp = layer.mixer, layer.mlp
+            groups.extend((attention.qkv, attention.output, mlp.gate_up, mlp.down))
+            groups.extend(conv.deltas for conv in convs if conv is not None)
 
     head = Projection((fast.target.head.weight,), (None,))
     add(fast.recognised.decoder)
@@ -158,7 +161,7 @@ def measure(
     whole = replay_ms(rounds._parts[0])
     fill(rounds, context)
     model, cache = fast.target.model, rounds.cache
-    kept = cache.k[:, :, :, :context].numel() * 2 * 2
+    kept = cache.stores[0].k[:, :, :, :context].numel() * 2 * 2
     read = nbytes(model) - model.get_input_embeddings().weight.nbytes + kept
     found = {
         "batch": batch,

@@ -5,31 +5,49 @@
 namespace pydflash {
 namespace {
 
-// Weight, scales, bias, in_features and out_features.
-using LinearParts = std::tuple<Capsule, MaybeCapsule, MaybeCapsule, int64_t, int64_t>;
+// Weight, scales, bias, in_features, out_features and the format's name.
+using LinearParts = std::tuple<Capsule, MaybeCapsule, MaybeCapsule, int64_t, int64_t, std::string>;
+// Weight, eps, weight_offset, round_first.
+using NormParts = std::tuple<Capsule, double, double, bool>;
 // Bases before and after, and the projection of the deltas.
 using ConvParts = std::tuple<Capsule, Capsule, LinearParts>;
-// Norms of the input, of q, of k and after attention; qkv, output, gate_up, down; window, causal; convolutions.
-using LayerParts = std::tuple<Capsule, MaybeCapsule, MaybeCapsule, Capsule, LinearParts, LinearParts, LinearParts,
-                              LinearParts, int, bool, std::optional<ConvParts>, std::optional<ConvParts>>;
+// What the records of pydflash/decoder/records.py give as `arguments`:
+using AroundParts = std::tuple<NormParts, std::optional<ConvParts>>;
+// qkv, output, norms of q and k; heads, KV heads, head_dim, rotary_dim; interleaved, scale, window, causal.
+using AttentionParts = std::tuple<LinearParts, LinearParts, std::optional<NormParts>, std::optional<NormParts>,
+                                  std::array<int, 4>, bool, double, int, bool>;
+using MLPParts = std::tuple<LinearParts, LinearParts>;  // gate_up, down
+using LayerParts = std::tuple<AttentionParts, MLPParts, AroundParts, AroundParts>;
+
+WeightFormat format_of(const char* op, const std::string& name) {
+  if (name == "float32") return WeightFormat::f32;
+  if (name == "bfloat16") return WeightFormat::bf16;
+  if (name == "int8") return WeightFormat::int8;
+  refuse(text(op, ": format must be float32, bfloat16 or int8, got ", name));
+}
 
 cpu::DecoderLinear check_linear(const char* op, const LinearParts& parts, const TensorView& like) {
-  const auto& [weight_, scales_, bias_, in_features, out_features] = parts;
+  const auto& [weight_, scales_, bias_, in_features, out_features, name] = parts;
+  const WeightFormat format = format_of(op, name);
+  const bool whole = format == WeightFormat::int8;
   TensorView weight(op, "weight", weight_);
-  if (!scales_ && like.dtype() == DType::f16) like.fail("float32 or bfloat16 where there are no scales", "float16");
-  scales_ ? weight.is("int8, as there are scales", 0, 8) : weight.like(like);
-  const int inputs = scales_ ? 4 : like.dtype() == DType::f32 ? 1 : 2;
+  if (!whole && (format == WeightFormat::f32 ? DType::f32 : DType::bf16) != like.dtype())
+    like.fail(text(name, ", as the weight's format"), "another dtype");
+  if (whole != scales_.has_value())
+    refuse(text(op, ": scales must be ", whole ? "given" : "None", " with ", name, ", got ", whole ? "None" : "some"));
+  whole ? weight.is("int8, as its format", 0, 8) : weight.like(like);
+  const int inputs = whole ? 4 : format == WeightFormat::f32 ? 1 : 2;
   weight.shape({-1, -1, 2, 16, 16, inputs}, "[panels, steps, 2, 16, 16, inputs of a word]").contiguous();
   const int64_t panels = weight.dim(0), steps = weight.dim(1);
-  if (scales_ && in_features > 133000)  // 127 * 127 * K must fit in 32 bits
-    weight.fail("of at most 133000 inputs where there are scales", text(in_features));
+  if (whole && in_features > 133000)  // 127 * 127 * K must fit in 32 bits
+    weight.fail("of at most 133000 inputs in int8", text(in_features));
   if ((in_features + 16 * inputs - 1) / (16 * inputs) != steps)
     weight.fail(text("of as many steps of ", 16 * inputs, " inputs as K = ", in_features, " needs"), text(steps));
   if ((out_features + 31) / 32 != panels)
     weight.fail(text("of as many panels of 32 outputs as N = ", out_features, " needs"), text(panels));
-  cpu::DecoderLinear linear{int(in_features), int(out_features), int(panels), int(steps),
-                            weight.data(),    nullptr,           nullptr};
-  if (scales_)
+  cpu::DecoderLinear linear{format,     int(in_features), int(out_features), int(panels),
+                            int(steps), weight.data(),    nullptr,           nullptr};
+  if (whole)
     linear.scales =
         data_of<float>(TensorView(op, "scales", *scales_).float32().shape({out_features}, "[N]").contiguous());
   linear.bias = maybe_weight(op, "bias", bias_, like, {out_features}, "[N]");
@@ -46,14 +64,17 @@ void packed_linear(Capsule x_, const LinearParts& parts, Capsule out_, uintptr_t
   if (out.empty()) return;
   if (x.dim(0) > 65535) x.fail("at most 65535 rows", text(x.dim(0)));
   const PackedLinearParams p{int(x.dim(0)), linear.in_features, linear.out_features, linear.panels, linear.steps,
-                             x.dtype(),     x.data(),           x.stride(0),         linear.weight, linear.scales,
-                             linear.bias,   out.data(),         out.stride(0)};
+                             linear.format, x.dtype(),          x.data(),            x.stride(0),   linear.weight,
+                             linear.scales, linear.bias,        out.data(),          out.stride(0)};
   py::gil_scoped_release nogil;
   backend::packed_linear(p, stream_of(stream, device));
 }
 
-const void* check_norm(const Capsule& weight, const TensorView& like, int64_t size) {
-  return TensorView("decoder", "norm", weight).like(like).shape({size}, "[size]").contiguous().data();
+cpu::DecoderNorm check_norm(const std::optional<NormParts>& parts, const TensorView& like, int64_t size) {
+  if (!parts) return cpu::DecoderNorm{nullptr, 1e-6f, 0, true};
+  const auto& [weight, eps, weight_offset, round_first] = *parts;
+  const TensorView view = TensorView("decoder", "norm", weight).like(like).shape({size}, "[size]").contiguous();
+  return cpu::DecoderNorm{view.data(), float(eps), float(weight_offset), round_first};
 }
 
 std::optional<cpu::DecoderConv> check_conv(const std::optional<ConvParts>& parts, const TensorView& like,
@@ -78,45 +99,62 @@ void check_sizes(const char* name, const cpu::DecoderLinear& linear, int64_t in_
                 linear.in_features, "]"));
 }
 
+cpu::DecoderAround check_around(const AroundParts& parts, const TensorView& like, int64_t hidden) {
+  return {check_norm(std::get<0>(parts), like, hidden), check_conv(std::get<1>(parts), like, hidden)};
+}
+
+cpu::DecoderAttention check_attention(const AttentionParts& parts, const TensorView& like, int64_t hidden) {
+  const auto& [qkv, output, q_norm, k_norm, sizes, interleaved, scale, window, causal] = parts;
+  const auto [heads, kv_heads, dim, rotary_dim] = sizes;
+  if (dim < 8 || dim % 8 != 0 || dim > 256 || rotary_dim < 0 || rotary_dim > dim || rotary_dim % 2 != 0 ||
+      kv_heads < 1 || heads < 1 || heads % kv_heads != 0)
+    refuse(text("decoder: sizes must be heads in groups, of a dim that is a multiple of 8 up to 256, got ", heads, ", ",
+                kv_heads, ", ", dim, ", ", rotary_dim));
+  const cpu::DecoderNorm q = check_norm(q_norm, like, dim), k = check_norm(k_norm, like, dim);
+  if (q.eps != k.eps || q.weight_offset != k.weight_offset || q.round_first != k.round_first)
+    refuse("decoder: norms of q and k must be of one kind, got two");
+  const cpu::DecoderAttention layer{check_linear("decoder", qkv, like),
+                                    check_linear("decoder", output, like),
+                                    q,
+                                    k,
+                                    heads,
+                                    kv_heads,
+                                    dim,
+                                    rotary_dim,
+                                    interleaved,
+                                    float(scale),
+                                    window,
+                                    causal};
+  const int64_t queries = int64_t(heads) * dim;
+  check_sizes("qkv", layer.qkv, hidden, queries + 2 * int64_t(kv_heads) * dim);
+  check_sizes("output", layer.output, queries, hidden);
+  return layer;
+}
+
+cpu::DecoderMLP check_mlp(const MLPParts& parts, const TensorView& like, int64_t hidden) {
+  const cpu::DecoderMLP mlp{check_linear("decoder", std::get<0>(parts), like),
+                            check_linear("decoder", std::get<1>(parts), like)};
+  check_sizes("gate_up", mlp.gate_up, hidden, 2 * int64_t(mlp.down.in_features));
+  check_sizes("down", mlp.down, mlp.down.in_features, hidden);
+  return mlp;
+}
+
 class Decoder {
  public:
-  // sizes: num_heads, num_kv_heads, head_dim, rotary_dim. The caller keeps the tensors.
-  Decoder(Capsule final_norm, std::array<int, 4> sizes, bool interleaved, double scale,
-          std::tuple<double, double, bool> norm, std::tuple<double, double, bool> head_norm,
-          const std::vector<LayerParts>& layers) {
-    TensorView last("decoder", "final_norm", final_norm);
+  // The caller keeps the tensors.
+  Decoder(const NormParts& final_norm, const std::vector<LayerParts>& layers) {
+    TensorView last("decoder", "final_norm", std::get<0>(final_norm));
     last.floating().shape({-1}, "[H]").contiguous();
     if (layers.empty()) refuse("decoder: layers must be at least one, got none");
-    const auto [heads, kv_heads, dim, rotary_dim] = sizes;
-    if (dim < 8 || dim % 8 != 0 || dim > 256 || rotary_dim < 0 || rotary_dim > dim || rotary_dim % 2 != 0 ||
-        kv_heads < 1 || heads % kv_heads != 0)
-      refuse(text("decoder: sizes must be heads in groups, of a dim that is a multiple of 8 up to 256, got ", heads,
-                  ", ", kv_heads, ", ", dim, ", ", rotary_dim));
-    const int64_t hidden = last.dim(0), queries = int64_t(heads) * dim;
-    const auto kind = [](const auto& n) {
-      return cpu::DecoderNorm{float(std::get<0>(n)), float(std::get<1>(n)), std::get<2>(n)};
-    };
-    weights_ = {int(hidden),  heads,      kv_heads,        dim,         rotary_dim, interleaved, float(scale),
-                last.dtype(), kind(norm), kind(head_norm), last.data(), {}};
-    for (const auto& [input, q, k, post, qkv, output, gate_up, down, window, causal, attention_conv, mlp_conv] :
-         layers) {
-      cpu::DecoderLayer layer{check_norm(input, last, hidden),
-                              maybe_weight("decoder", "q_norm", q, last, {dim}, "[D]"),
-                              maybe_weight("decoder", "k_norm", k, last, {dim}, "[D]"),
-                              check_norm(post, last, hidden),
-                              check_linear("decoder", qkv, last),
-                              check_linear("decoder", output, last),
-                              check_linear("decoder", gate_up, last),
-                              check_linear("decoder", down, last),
-                              window,
-                              causal,
-                              check_conv(attention_conv, last, hidden),
-                              check_conv(mlp_conv, last, hidden)};
-      check_sizes("qkv", layer.qkv, hidden, queries + 2 * int64_t(kv_heads) * dim);
-      check_sizes("output", layer.output, queries, hidden);
-      check_sizes("gate_up", layer.gate_up, hidden, 2 * int64_t(layer.down.in_features));
-      check_sizes("down", layer.down, layer.down.in_features, hidden);
-      weights_.layers.push_back(layer);
+    const int64_t hidden = last.dim(0);
+    weights_ = {int(hidden), last.dtype(), check_norm(final_norm, last, hidden), {}};
+    for (const auto& [attention, mlp, around_attention, around_mlp] : layers) {
+      weights_.layers.push_back({check_attention(attention, last, hidden), check_mlp(mlp, last, hidden),
+                                 check_around(around_attention, last, hidden), check_around(around_mlp, last, hidden)});
+      const cpu::DecoderAttention &one = weights_.layers.back().attention, &first = common();
+      if (one.num_kv_heads != first.num_kv_heads || one.head_dim != first.head_dim ||
+          one.rotary_dim != first.rotary_dim)
+        refuse("decoder: layers must have KV heads and rotated channels of one size, got two");
     }
   }
 
@@ -129,7 +167,8 @@ class Decoder {
         lengths(op, "lengths", lengths_), cos(op, "cos", cos_), sin(op, "sin", sin_), depths(op, "depths", depths_),
         visibility(op, "visibility", visibility_), kb(op, "k_block", k_block_), vb(op, "v_block", v_block_),
         taken(op, "taken", taken_);
-    const int64_t layers = int64_t(weights_.layers.size()), heads = weights_.num_kv_heads, dim = weights_.head_dim;
+    const int64_t layers = int64_t(weights_.layers.size()), heads = common().num_kv_heads, dim = common().head_dim,
+                  half = common().rotary_dim / 2;
     x.floating().shape({-1, -1, weights_.hidden}, "[B, S, H]").contiguous();
     if (x.dtype() != weights_.dtype) x.fail("of the weights' dtype", "another");
     const int64_t batch = x.dim(0), slots = x.dim(1);
@@ -142,10 +181,10 @@ class Decoder {
     lengths.int32().shape({batch}, "[B]").contiguous();
     depths.int32().shape({depths.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
     visibility.int64().shape({visibility.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
-    cos.float32().shape({-1, weights_.rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
-    sin.float32().shape({cos.dim(0), weights_.rotary_dim / 2}, "[positions, rotary_dim / 2]").contiguous();
+    cos.float32().shape({-1, half}, "[positions, rotary_dim / 2]").contiguous();
+    sin.float32().shape({cos.dim(0), half}, "[positions, rotary_dim / 2]").contiguous();
     taken.like(x).shape({int64_t(taps.size()), batch, slots, weights_.hidden}, "[taps, B, S, H]").contiguous();
-    if (weights_.rotary_dim > 0 && cos.dim(0) == 0) cos.fail("of at least one position", "0");
+    if (half > 0 && cos.dim(0) == 0) cos.fail("of at least one position", "0");
     cpu::DecoderCall call{};
     kc.strides_to(call.cache_stride, 4);
     for (int i = 0; i < 4; ++i)
@@ -176,6 +215,8 @@ class Decoder {
   }
 
  private:
+  const cpu::DecoderAttention& common() const { return weights_.layers.front().attention; }
+
   cpu::DecoderWeights weights_;
 };
 
@@ -184,8 +225,7 @@ class Decoder {
 void define_packed_linear(py::module_& m) {
   m.def("packed_linear", &packed_linear);
   py::class_<Decoder>(m, "Decoder")
-      .def(py::init<Capsule, std::array<int, 4>, bool, double, std::tuple<double, double, bool>,
-                    std::tuple<double, double, bool>, const std::vector<LayerParts>&>())
+      .def(py::init<const NormParts&, const std::vector<LayerParts>&>())
       .def("forward", &Decoder::forward);
 }
 

@@ -12,6 +12,9 @@ namespace pydflash {
 
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
+// In which bits a packed weight is kept; pydflash/decoder/formats.py says what each format is.
+enum class WeightFormat : int { f32 = 0, bf16 = 1, int8 = 2 };
+
 // The stream or queue the work goes to: null on a CPU.
 struct Stream {
   void* handle = nullptr;
@@ -239,14 +242,15 @@ struct SkinnyLinearParams {
 
 // out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. The weight lies in panels of 32 outputs: [panel][step]
 // [2 halves][16 words][16 outputs], a word being 4 bytes of successive inputs of one output, zero beyond the weight.
-// Sums in float, rounded once. int8, with scales: whole numbers of x by each row's largest magnitude.
+// Sums in float, rounded once. int8: whole numbers of x by each row's largest magnitude, with scales of the outputs.
 struct PackedLinearParams {
   int rows, in_features, out_features, panels, steps;
-  DType dtype;  // of x, bias and out, and without scales of the weight, where it is f32 or bf16
+  WeightFormat format;
+  DType dtype;  // of x, bias and out; f32 or bf16 as the weight, any with int8
   const void* x;  // [rows, in_features]
   int64_t x_stride;
   const void* weight;
-  const float* scales;  // [out_features] or null
+  const float* scales;  // [out_features] of int8, else null
   const void* bias;     // [out_features] or null
   void* out;            // [rows, out_features]
   int64_t out_stride;

@@ -49,7 +49,7 @@ CONFIG = {f"checkpoints.{name}" for name in ("config", "keys", "rope", "layouts"
 KNOWS_ONLY: dict[str, set[str]] = {
     "ops.sycl_runtime": set(),
     "decoder.adjacent": set(),
-    "decoder.stores": set(),
+    "decoder.stores": {"ops"},
     "drafter.rope": set(),
     **{name: set(CONFIG) for name in CONFIG},
     "bench.report": {"bench.figures"},

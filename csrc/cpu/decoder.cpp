@@ -21,30 +21,26 @@ class Forward {
 
   void operator()() {
     carve();
-    norm(c_.x, nullptr, w_.layers[0].input_norm, u_);
+    norm(c_.x, nullptr, w_.layers[0].around_attention.norm, u_);
     for (size_t i = 0; i < w_.layers.size(); ++i) {
       const DecoderLayer& layer = w_.layers[i];
       const bool last = i + 1 == w_.layers.size();
-      const void* y = sublayer(layer.attention_conv, [&](const void* u, void* out) { attention(int(i), u, out); });
-      norm(i == 0 ? c_.x : residual_, y, layer.post_norm, u_);
-      y = sublayer(layer.mlp_conv, [&](const void* u, void* out) {
-        linear(layer.gate_up, u, wide_);
-        const int size = layer.down.in_features;
-        swiglu(SwigluParams{rows_, size, w_.dtype, wide_, narrow_, 2 * int64_t(size), size}, {});
-        linear(layer.down, narrow_, out);
-      });
-      norm(residual_, y, last ? w_.final_norm : w_.layers[i + 1].input_norm, last ? c_.out : u_);
+      const void* y =
+          convolved(layer.around_attention.conv, [&](const void* u, void* out) { attention(int(i), u, out); });
+      norm(i == 0 ? c_.x : residual_, y, layer.around_mlp.norm, u_);
+      y = convolved(layer.around_mlp.conv, [&](const void* u, void* out) { mlp(layer.mlp, u, out); });
+      norm(residual_, y, last ? w_.final_norm : w_.layers[i + 1].around_attention.norm, last ? c_.out : u_);
       if (c_.taken[i] != nullptr) std::memcpy(c_.taken[i], residual_, size_t(rows_ * row_bytes_));
     }
   }
 
  private:
   void carve() {
-    int64_t wide = 0, narrow = int64_t(w_.num_heads) * w_.head_dim, deltas = 0;
+    int64_t wide = 0, narrow = 0, deltas = 0;
     for (const DecoderLayer& layer : w_.layers) {
-      wide = std::max<int64_t>({wide, layer.qkv.out_features, layer.gate_up.out_features});
-      narrow = std::max<int64_t>(narrow, layer.down.in_features);
-      for (const auto* conv : {&layer.attention_conv, &layer.mlp_conv})
+      wide = std::max<int64_t>({wide, layer.attention.qkv.out_features, layer.mlp.gate_up.out_features});
+      narrow = std::max<int64_t>({narrow, layer.attention.output.in_features, layer.mlp.down.in_features});
+      for (const auto* conv : {&layer.around_attention.conv, &layer.around_mlp.conv})
         if (*conv) deltas = std::max<int64_t>(deltas, (*conv)->deltas.out_features);
     }
     const int64_t widths[] = {w_.hidden, w_.hidden, w_.hidden, w_.hidden, wide, narrow, narrow, deltas};
@@ -58,19 +54,20 @@ class Forward {
   }
 
   // out = norm(x + delta); with a delta the sum goes to the residual stream.
-  void norm(const void* x, const void* delta, const void* weight, void* out) const {
+  void norm(const void* x, const void* delta, const DecoderNorm& norm, void* out) const {
     AddRmsNormParams p{};
     p.rows = rows_, p.size = w_.hidden, p.dtype = w_.dtype;
-    p.x = x, p.delta = delta, p.weight = weight, p.out = out, p.sum = delta == nullptr ? nullptr : residual_;
-    p.eps = w_.norm.eps, p.weight_offset = w_.norm.weight_offset, p.round_first = w_.norm.round_first;
+    p.x = x, p.delta = delta, p.weight = norm.weight, p.out = out, p.sum = delta == nullptr ? nullptr : residual_;
+    p.eps = norm.eps, p.weight_offset = norm.weight_offset, p.round_first = norm.round_first;
     p.x_stride = p.delta_stride = p.out_stride = w_.hidden;
     add_rms_norm(p, {});
   }
 
   void linear(const DecoderLinear& layer, const void* x, void* out) const {
     packed_linear(
-        PackedLinearParams{rows_, layer.in_features, layer.out_features, layer.panels, layer.steps, w_.dtype, x,
-                           layer.in_features, layer.weight, layer.scales, layer.bias, out, layer.out_features},
+        PackedLinearParams{rows_, layer.in_features, layer.out_features, layer.panels, layer.steps, layer.format,
+                           w_.dtype, x, layer.in_features, layer.weight, layer.scales, layer.bias, out,
+                           layer.out_features},
         {});
   }
 
@@ -93,7 +90,7 @@ class Forward {
 
   // run(input, output) between the convolutions, where there are some. Returns where the result is.
   template <class Run>
-  const void* sublayer(const std::optional<DecoderConv>& conv, Run run) {
+  const void* convolved(const std::optional<DecoderConv>& conv, Run run) {
     if (!conv) {
       run(u_, y_);
       return y_;
@@ -105,20 +102,28 @@ class Forward {
     return convolved_;
   }
 
-  void attention(int i, const void* u, void* out) {
-    const DecoderLayer& layer = w_.layers[size_t(i)];
-    const int64_t dim = w_.head_dim, slots = c_.slots, heads = w_.num_heads, kv_heads = w_.num_kv_heads;
+  void mlp(const DecoderMLP& mlp, const void* u, void* out) const {
+    linear(mlp.gate_up, u, wide_);
+    const int size = mlp.down.in_features;
+    swiglu(SwigluParams{rows_, size, w_.dtype, wide_, narrow_, 2 * int64_t(size), size}, {});
+    linear(mlp.down, narrow_, out);
+  }
+
+  void attention(int i, const void* u, void* out) const {
+    const DecoderAttention& layer = w_.layers[size_t(i)].attention;
+    const int64_t dim = layer.head_dim, slots = c_.slots, heads = layer.num_heads, kv_heads = layer.num_kv_heads;
     const int64_t block = c_.batch * kv_heads * slots * dim * i;
     void* k = static_cast<char*>(c_.k_block) + block * element_;
     void* v = static_cast<char*>(c_.v_block) + block * element_;
     linear(layer.qkv, u, wide_);
     HeadNormRopeParams h{};
-    h.batch = c_.batch, h.slots = c_.slots, h.num_heads = w_.num_heads, h.num_kv_heads = w_.num_kv_heads;
-    h.head_dim = w_.head_dim, h.rotary_dim = w_.rotary_dim, h.interleaved = w_.interleaved;
-    h.round_first = w_.head_norm.round_first, h.eps = w_.head_norm.eps, h.weight_offset = w_.head_norm.weight_offset;
+    h.batch = c_.batch, h.slots = c_.slots, h.num_heads = layer.num_heads, h.num_kv_heads = layer.num_kv_heads;
+    h.head_dim = layer.head_dim, h.rotary_dim = layer.rotary_dim, h.interleaved = layer.interleaved;
+    h.round_first = layer.q_norm.round_first, h.eps = layer.q_norm.eps, h.weight_offset = layer.q_norm.weight_offset;
     h.dtype = w_.dtype, h.qkv = wide_, h.qkv_stride[0] = slots * layer.qkv.out_features;
     h.qkv_stride[1] = layer.qkv.out_features;
-    h.q_weight = layer.q_norm, h.k_weight = layer.k_norm, h.cos = c_.cos, h.sin = c_.sin, h.positions = c_.positions;
+    h.q_weight = layer.q_norm.weight, h.k_weight = layer.k_norm.weight;
+    h.cos = c_.cos, h.sin = c_.sin, h.positions = c_.positions;
     h.lengths = c_.lengths, h.depths = c_.depths, h.depths_stride = c_.depths_stride;
     h.q = queries_, h.k = k, h.v = v;
     const int64_t q_stride[3] = {heads * slots * dim, slots * dim, dim};
@@ -129,8 +134,8 @@ class Forward {
     head_norm_rope(h, {});
 
     BlockAttentionParams a{};
-    a.batch = c_.batch, a.num_heads = w_.num_heads, a.num_kv_heads = w_.num_kv_heads, a.slots = c_.slots;
-    a.head_dim = w_.head_dim, a.window = layer.window, a.capacity = c_.capacity, a.scale = w_.scale;
+    a.batch = c_.batch, a.num_heads = layer.num_heads, a.num_kv_heads = layer.num_kv_heads, a.slots = c_.slots;
+    a.head_dim = layer.head_dim, a.window = layer.window, a.capacity = c_.capacity, a.scale = layer.scale;
     a.dtype = w_.dtype, a.q = queries_, a.k_block = k, a.v_block = v, a.out = narrow_;
     const int64_t cached = c_.cache_stride[0] * i * element_;
     a.k_cache = static_cast<const char*>(c_.k_cache) + cached;

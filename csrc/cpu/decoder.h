@@ -1,4 +1,5 @@
-// A stack of decoder layers with packed weights as one call; see pydflash/decoder/stack.py for what each step means.
+// A stack of decoder layers with packed weights as one call: the records of pydflash/decoder/records.py, which say
+// what each step means.
 #pragma once
 
 #include <cstdint>
@@ -10,39 +11,57 @@
 namespace pydflash::cpu {
 
 struct DecoderLinear {
+  WeightFormat format;
   int in_features, out_features, panels, steps;
   const void* weight;
   const float* scales;  // or null
   const void* bias;     // or null
 };
 
-// The convolutions before and after a sublayer, [taps, hidden] each, and what makes their deltas [2, taps, groups].
+struct DecoderNorm {
+  const void* weight;  // null where there is no norm
+  float eps, weight_offset;
+  bool round_first;
+};
+
+// The convolutions before and after a record, [taps, hidden] each, and what makes their deltas [2, taps, groups].
 struct DecoderConv {
   int taps, groups;
   const void *before, *after;
   DecoderLinear deltas;
 };
 
-struct DecoderLayer {
-  const void *input_norm, *q_norm, *k_norm, *post_norm;  // those of q and k may be null
-  DecoderLinear qkv, output, gate_up, down;
-  int window;
-  bool causal;
-  std::optional<DecoderConv> attention_conv, mlp_conv;
+// What stands around a mixer or an MLP: x + record(norm(x)).
+struct DecoderAround {
+  DecoderNorm norm;
+  std::optional<DecoderConv> conv;
 };
 
-struct DecoderNorm {
-  float eps, weight_offset;
-  bool round_first;
+struct DecoderAttention {
+  DecoderLinear qkv, output;
+  DecoderNorm q_norm, k_norm;  // per head
+  int num_heads, num_kv_heads, head_dim, rotary_dim;
+  bool interleaved;
+  float scale;
+  int window;
+  bool causal;
+};
+
+struct DecoderMLP {
+  DecoderLinear gate_up, down;
+};
+
+// Of all layers num_kv_heads, head_dim and rotary_dim are the same.
+struct DecoderLayer {
+  DecoderAttention attention;
+  DecoderMLP mlp;
+  DecoderAround around_attention, around_mlp;
 };
 
 struct DecoderWeights {
-  int hidden, num_heads, num_kv_heads, head_dim, rotary_dim;
-  bool interleaved;
-  float scale;
+  int hidden;
   DType dtype;
-  DecoderNorm norm, head_norm;
-  const void* final_norm;
+  DecoderNorm final_norm;
   std::vector<DecoderLayer> layers;
 };
 

@@ -96,13 +96,18 @@ namespace pydflash::cpu::PYDFLASH_LEVEL {
 #endif
 
 void packed_linear(const PackedLinearParams& p, [[maybe_unused]] Stream stream) {
-  if (p.scales != nullptr) return by_dtype(p.dtype, [&](auto type) { run<decltype(type), Whole>(p); });
-  if (p.dtype == DType::bf16) return run<bf16, Half>(p);
+  switch (p.format) {
+    case WeightFormat::int8:
+      return by_dtype(p.dtype, [&](auto type) { run<decltype(type), Whole>(p); });
+    case WeightFormat::bf16:
+      return run<bf16, Half>(p);
+    case WeightFormat::f32:
 #if defined(__AMX_BF16__)
-  avx512::packed_linear(p, stream);  // tiles have no float
+      return avx512::packed_linear(p, stream);  // tiles have no float
 #else
-  run<float, VectorProducts<FloatWords> >(p);
+      return run<float, VectorProducts<FloatWords> >(p);
 #endif
+  }
 }
 
 }  // namespace pydflash::cpu::PYDFLASH_LEVEL

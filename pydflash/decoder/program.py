@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import backends
 from ..ops.native import capsule
-from .formats import Packed
-from .stores import KVCache
+from .block import BlockView, Table
+from .linear import Projection
+from .records import Layer, NoCompiledForm, Norm
+from .stores import Cache, KVStore
 
-if TYPE_CHECKING:
-    from .stack import Block, Convolution, Decoder, Norm, Projection
+
+class Held:
+    """Tensors as compiled code takes them, by address; it keeps them alive."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._common: dict[str, tuple[object, ...]] = {}
+
+    def __call__(self, tensor: Tensor) -> object:
+        self._kept.append(tensor)
+        return capsule(tensor)
+
+    def linear(self, projection: Projection) -> tuple[object, ...]:
+        """Raises: NoCompiledForm where its weights are not packed."""
+        if projection.packed is None:
+            raise NoCompiledForm("weights that are not packed have no compiled form")
+        self._kept.append(projection.packed)
+        return projection.packed.arguments()
+
+    def same(self, what: str, *values: object) -> None:
+        """Raises: NoCompiledForm where a layer before was of other values."""
+        if self._common.setdefault(what, values) != values:
+            raise NoCompiledForm(f"layers with {what} of their own have no compiled form")
 
 
 class Program:
-    """A decoder's layers, held by compiled code; the weights must not move while it lives."""
+    """Layers and the norm behind them, held by compiled code; the weights must not move while it lives."""
 
-    def __init__(self, decoder: Decoder, module: Any) -> None:
-        """Raises: ValueError where sizes or dtypes do not fit."""
-        self._held: list[Any] = [decoder.final_norm]  # what the compiled side has the addresses of
-        layers = [
-            (
-                self._capsule(layer.input_norm),
-                self._capsule(layer.q_norm),
-                self._capsule(layer.k_norm),
-                self._capsule(layer.post_norm),
-                *(self._linear(p) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)),
-                layer.window,
-                layer.causal,
-                self._convolution(layer.attention_conv),
-                self._convolution(layer.mlp_conv),
-            )
-            for layer in decoder.layers
-        ]
-        self._native = module.Decoder(
-            capsule(decoder.final_norm),
-            (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim, decoder.rotary_dim),
-            decoder.interleaved,
-            decoder.scale,
-            _norm(decoder.norm),
-            _norm(decoder.head_norm),
-            layers,
-        )
+    def __init__(self, layers: Sequence[Layer], final_norm: Norm, module: Any) -> None:
+        """Raises: NoCompiledForm, or ValueError where sizes or dtypes do not fit."""
+        self._held = held = Held()
+        for layer in layers:
+            held.same("stores", layer.mixer.store)
+        self._native = module.Decoder(final_norm.arguments(held), [layer.arguments(held) for layer in layers])
 
     @staticmethod
-    def of(decoder: Decoder) -> Program | None:
-        """None where a layer is not packed, or where there is no compiled code."""
-        linears = [p for x in decoder.layers for p in (x.qkv, x.output, x.gate_up, x.down)]
-        linears += [c.deltas for x in decoder.layers for c in (x.attention_conv, x.mlp_conv) if c is not None]
+    def of(layers: Sequence[Layer], final_norm: Norm) -> Program | str:
+        """The program, or why there is none."""
         module = backends.load("cpu").module
-        packed = all(p.packed is not None for p in linears)
-        return Program(decoder, module) if packed and module is not None else None
+        if module is None:
+            return "there is no compiled code"
+        try:
+            return Program(layers, final_norm, module)
+        except NoCompiledForm as error:
+            return str(error)
 
     def __deepcopy__(self, memo: object) -> Program:
         return self  # never changes
@@ -63,43 +68,18 @@ class Program:
         return _absent, ()  # addresses cannot be pickled; the next request packs anew
 
     def __call__(
-        self, x: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor], block: Block, taps: Collection[int]
+        self, x: Tensor, cache: Cache, tables: Sequence[Table], view: BlockView, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As `Decoder`, of a contiguous x."""
         layers = list(taps)
         out, taken = torch.empty_like(x), x.new_empty(len(layers), *x.shape)
-        self._native.forward(
-            capsule(x),
-            capsule(out),
-            *(capsule(t) for t in (cache.k, cache.v, cache.lengths, *tables, block.depths, block.visibility)),
-            capsule(block.causal),
-            capsule(block.k),
-            capsule(block.v),
-            layers,
-            capsule(taken),
-        )
+        store: KVStore = cache.stores[0]
+        if store.block is None:
+            raise ValueError("decoder: cache must hold an open block, got none")
+        tensors = (x, out, store.k, store.v, cache.lengths, *tables[0], view.depths, view.visibility, view.causal)
+        self._native.forward(*map(capsule, (*tensors, *store.block)), layers, capsule(taken))
         return out, dict(zip(layers, taken, strict=True))
-
-    def _capsule(self, tensor: Tensor | None) -> object:
-        self._held.append(tensor)
-        return capsule(tensor)
-
-    def _linear(self, projection: Projection) -> tuple[Any, ...]:
-        packed: Packed | None = projection.packed
-        if packed is None:
-            raise ValueError("Program: layers must be packed, got one that is not")
-        self._held.append(packed)
-        return packed.parts()
-
-    def _convolution(self, conv: Convolution | None) -> tuple[Any, ...] | None:
-        if conv is None:
-            return None
-        return self._capsule(conv.before), self._capsule(conv.after), self._linear(conv.deltas)
 
 
 def _absent() -> None:
     return None
-
-
-def _norm(norm: Norm) -> tuple[float, float, bool]:
-    return norm.eps, norm.weight_offset, norm.round_first

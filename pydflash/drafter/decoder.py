@@ -5,8 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..checkpoints.config import DrafterConfig
-from ..decoder.formats import Packed
-from ..decoder.stack import Block, Convolution, Decoder, LayerWeights, Norm, Projection, block_masks
+from ..decoder.block import BlockView, Table, block_masks
+from ..decoder.formats import WeightFormat
+from ..decoder.linear import Projection
+from ..decoder.records import Attention, Convolution, GatedMLP, Layer, Norm, NormKind, Residual
+from ..decoder.stack import Decoder
 from ..decoder.stores import KVCache
 from .layers import BlockConv, DrafterLayer
 
@@ -15,44 +18,33 @@ class DrafterDecoder:
     """Holds views of a drafter's parameters, copies only once packed; it must be built anew when they move."""
 
     def __init__(self, config: DrafterConfig, layers: list[DrafterLayer], final_norm: Tensor, fc: nn.Linear) -> None:
-        self.config = config
         self.features = Projection((fc.weight.detach(),), (None,))
-        self.norm = Norm(config.rms_norm_eps, round_first=False)
-        weights = [_layer(layer, config.window(i), config.causal[i]) for i, layer in enumerate(layers)]
-        self.decoder = Decoder(
-            weights,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.head_dim,
-            config.rope_interleaved,
-            config.head_dim**-0.5,
-            self.norm,
-            self.norm,
-            final_norm.detach(),
-        )
+        self._kind = NormKind(config.rms_norm_eps, round_first=False)
+        held = [_layer(config, i, layer, self._kind) for i, layer in enumerate(layers)]
+        self.decoder = Decoder(held, Norm(final_norm.detach(), self._kind))
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def pack(self, kind: type[Packed]) -> None:
+    def pack(self, format: WeightFormat) -> None:
         """Compute with packed copies of the weights, as they are now."""
-        self.features = self.features.pack(kind)
-        self.decoder.pack(kind)
+        self.features = self.features.pack(format)
+        self.decoder.pack(format)
 
-    def hidden(self, embeddings: Tensor, cache: KVCache, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def hidden(self, embeddings: Tensor, cache: KVCache, table: Table) -> Tensor:
         """Final-normed hidden states [B, S, H] of embedded blocks [B, S, H] over their cached context."""
-        config = self.config
-        batch, size, _ = embeddings.shape
+        size = embeddings.shape[1]
         if size not in self._masks:
             self._masks[size] = block_masks(size, embeddings.device)
         depths, bidirectional, causal = self._masks[size]
-        shape = (config.num_layers, batch, config.num_kv_heads, size, config.head_dim)
-        k, v = embeddings.new_empty(shape), embeddings.new_empty(shape)
-        return self.decoder(embeddings, cache, tables, Block(bidirectional, depths, k, v, causal))[0]
+        cache.open(size)
+        try:
+            return self.decoder(embeddings, cache, (table,), BlockView(bidirectional, depths, causal))[0]
+        finally:
+            cache.discard()
 
     def fuse(self, features: Tensor, weight: Tensor) -> Tensor:
         """Fused features [B * C, H] of features [B, C, F * H]; weight [H] of their norm."""
         fused = self.features(features.flatten(0, 1))
-        return self.norm(fused, None, weight)[0]
+        return Norm(weight, self._kind)(fused)[0]
 
 
 def decoder_of(
@@ -77,19 +69,28 @@ def _convolution(conv: BlockConv | None) -> Convolution | None:
     return Convolution(before, after, _plain(conv.kernel_projection))
 
 
-def _layer(layer: DrafterLayer, window: int, causal: bool) -> LayerWeights:
-    gate, up = layer.gate_up_proj.weight.detach().chunk(2)
-    return LayerWeights(
-        layer.input_layernorm.weight.detach(),
+def _layer(config: DrafterConfig, i: int, layer: DrafterLayer, kind: NormKind) -> Layer:
+    def norm(module: nn.RMSNorm) -> Norm:
+        return Norm(module.weight.detach(), kind)
+
+    attention = Attention(
         _plain(layer.qkv_proj),
-        layer.q_norm.weight.detach(),
-        layer.k_norm.weight.detach(),
         _plain(layer.o_proj),
-        layer.post_attention_layernorm.weight.detach(),
-        Projection((gate, up), (None, None), gated=True),
-        _plain(layer.down_proj),
-        window,
-        causal,
-        _convolution(layer.attention_conv),
-        _convolution(layer.mlp_conv),
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.head_dim,
+        config.rope_interleaved,
+        config.head_dim**-0.5,
+        norm(layer.q_norm),
+        norm(layer.k_norm),
+        config.window(i),
+        config.causal[i],
+    )
+    gate, up = layer.gate_up_proj.weight.detach().chunk(2)
+    return Layer(
+        attention,
+        GatedMLP(Projection((gate, up), (None, None), gated=True), _plain(layer.down_proj)),
+        Residual(norm(layer.input_layernorm), convolution=_convolution(layer.attention_conv)),
+        Residual(norm(layer.post_attention_layernorm), convolution=_convolution(layer.mlp_conv)),
     )

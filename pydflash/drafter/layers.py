@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checkpoints.config import DrafterConfig
+from ..decoder.linear import Projection
 from .rope import RotaryTable
 
 Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -88,6 +89,23 @@ class DrafterLayer(nn.Module):
         if self.mlp_conv is not None and after is not None:
             y = convolve(y, self.mlp_conv.base_kernel[1], after)
         return x + y
+
+
+def check_context(layers: list[DrafterLayer]) -> None:
+    """Raise ValueError where a projection cannot be cut into rows, or would be passed over, as an adapter's."""
+    for i, layer in enumerate(layers):
+        linear = layer.qkv_proj
+        if type(linear) is not nn.Linear or hasattr(linear.weight, "__tensor_flatten__"):
+            got = f"{type(linear).__name__} of {type(getattr(linear, 'weight', None)).__name__}"
+            raise ValueError(f"Drafter: layers.{i}.qkv_proj must be a plain nn.Linear, unquantised, got {got}")
+
+
+def stack_context(layers: list[DrafterLayer]) -> tuple[Projection, Tensor]:
+    """The k and v rows of every layer's qkv projection as one weight, and the norms of k [layers, D]: copies."""
+    linears, first = [layer.qkv_proj for layer in layers], layers[0].sizes[0] * layers[0].head_dim
+    weight = torch.cat([linear.weight[first:] for linear in linears])
+    bias = torch.cat([linear.bias[first:] for linear in linears]) if linears[0].bias is not None else None
+    return Projection((weight,), (bias,)), torch.stack([layer.k_norm.weight for layer in layers])
 
 
 class CandidateSelector(nn.Module):

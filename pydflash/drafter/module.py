@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from .. import ops
 from ..checkpoints import checkpoint
 from ..checkpoints.config import DrafterConfig, check_target
-from ..decoder.stack import Projection, block_masks
+from ..decoder.block import block_masks
+from ..decoder.fingerprints import Fingerprint
+from ..decoder.linear import Projection
 from ..decoder.stores import KVCache
 from ..ops import reference
 from .decoder import DrafterDecoder, decoder_of
-from .layers import CandidateSelector, Convolve, DrafterLayer
+from .layers import CandidateSelector, Convolve, DrafterLayer, check_context, stack_context
 from .names import CanonicalNames
 from .rope import RotaryTable
 
@@ -86,7 +88,7 @@ class Drafter(CanonicalNames):
         self._rotary = RotaryTable(
             config.rope, config.head_dim, config.max_position_embeddings, interleaved=config.rope_interleaved
         )
-        self._context_weights: tuple[tuple[object, ...], Projection, Tensor] | None = None
+        self._context_weights: tuple[Fingerprint, tuple[Projection, Tensor]] | None = None
         self._decoder: tuple[tuple[int, ...], DrafterDecoder | None] | None = None
 
     # --- loading and saving ---------------------------------------------------------------------------------
@@ -157,6 +159,7 @@ class Drafter(CanonicalNames):
         """
         config = self.config
         windows = [config.window(layer) for layer in range(config.num_layers)]
+        self._renew()
         self.reserve(capacity + config.block_size)
         return KVCache(
             config.num_layers,
@@ -239,10 +242,22 @@ class Drafter(CanonicalNames):
         return self._decoder[1]
 
     def derived(self) -> tuple[object, object]:
-        """What is made of the parameters and kept: others once these have moved, or k and v projections changed."""
+        """What is made of the parameters and kept: other objects once these have moved, or k and v projections changed.
+
+        For the beginning of a request: on a device it waits for samples of the weights.
+        """
         with torch.no_grad():
-            self._context_projection()
-            return self.decoder(), self._context_weights
+            self._renew()
+            return self.decoder(), self._context_projection()
+
+    def refresh(self) -> None:
+        """Drop every copy of weights, whether they seem to have changed or not: for edits that no sample shows."""
+        self._context_weights = self._decoder = None
+
+    def _renew(self) -> None:
+        """Drop copies of weights that have changed since; at the beginning of a request."""
+        if self._context_weights is not None and self._context_weights[0].changed(self._context_parameters()):
+            self._context_weights = None
 
     def fuse(self, features: Tensor) -> Tensor:
         """hidden_norm(fc(features)): [B, C, F * target_hidden_size] to [B, C, H], the same for every layer."""
@@ -262,24 +277,19 @@ class Drafter(CanonicalNames):
     def _context_projection(self) -> tuple[Projection, Tensor]:
         """The k and v rows of every layer's qkv projection as one weight, and the norms of k [layers, D].
 
-        Kept until one of them changes.
+        A copy, kept until one of them changes; with gradients made each time, so that the weights are seen.
         """
-        linears = [layer.qkv_proj for layer in self.stack]
-        for i, linear in enumerate(linears):
-            # A packed weight cannot be cut into rows, and an adapter around a layer would be passed over.
-            if type(linear) is not nn.Linear or hasattr(linear.weight, "__tensor_flatten__"):
-                got = f"{type(linear).__name__} of {type(getattr(linear, 'weight', None)).__name__}"
-                raise ValueError(f"Drafter: layers.{i}.qkv_proj must be a plain nn.Linear, unquantised, got {got}")
-        first = self.stack[0].sizes[0] * self.config.head_dim
-        # With gradients the weights must be seen; weights made in inference mode do not tell when they change.
-        if torch.is_grad_enabled() or linears[0].weight.is_inference():
-            return _stacked(self.stack, first)
-        parts = [*linears, *[layer.k_norm for layer in self.stack]]
-        mark = tuple((w.data_ptr(), w.dtype, w._version) for m in parts for w in m.parameters())
-        if self._context_weights is None or self._context_weights[0] != mark:
-            with torch.no_grad():
-                self._context_weights = (mark, *_stacked(self.stack, first))
-        return self._context_weights[1:]
+        check_context(self.stack)
+        if torch.is_grad_enabled():
+            return stack_context(self.stack)
+        parameters = self._context_parameters()
+        if self._context_weights is None or self._context_weights[0].moved(parameters):
+            self._context_weights = Fingerprint(parameters), stack_context(self.stack)
+        return self._context_weights[1]
+
+    def _context_parameters(self) -> list[Tensor]:
+        modules = [*(layer.qkv_proj for layer in self.stack), *(layer.k_norm for layer in self.stack)]
+        return [parameter for module in modules for parameter in module.parameters()]
 
     # --- the block ------------------------------------------------------------------------------------------
 
@@ -415,10 +425,3 @@ class Drafter(CanonicalNames):
             heat = normalizers[:, None, None] if isinstance(normalizers, Tensor) else normalizers
             log_normalizers = (logits[..., : config.draft_vocab_size].float() / heat).logsumexp(-1)
         return Proposal(tokens, candidates, probs, scores, log_normalizers)
-
-
-def _stacked(layers: list[DrafterLayer], first: int) -> tuple[Projection, Tensor]:
-    linears = [layer.qkv_proj for layer in layers]
-    weight = torch.cat([linear.weight[first:] for linear in linears])
-    bias = torch.cat([linear.bias[first:] for linear in linears]) if linears[0].bias is not None else None
-    return Projection((weight,), (bias,)), torch.stack([layer.k_norm.weight for layer in layers])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ def takes_skinny(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return aligned and x.data_ptr() % 16 == 0 and _balanced(tuple(map(len, weights)), width, x.device)
 
 
+@cache
 def _balanced(out_features: tuple[int, ...], in_features: int, device: torch.device) -> bool:
     """Small weights always are: there the number of launches decides."""
     balance = _skinny_linear_balance(out_features, in_features, device)
@@ -79,44 +81,48 @@ def _skinny_linear_balance(out_features: tuple[int, ...], in_features: int, devi
     return module.skinny_linear_balance(list(out_features), in_features, index)
 
 
-def _packed_out(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def _packed_out(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
 
 
 @register(
-    "packed_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features) -> Tensor",
+    "packed_linear(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int out_features, str format) -> Tensor",
     fake=_packed_out,
     reference=reference.packed_linear,
     backends=("cpu",),
 )
-def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     """A linear layer on a CPU, at the speed of its weight's bytes; `pydflash.decoder.formats` makes the weight.
 
     A row's result does not depend on the other rows, nor on how many there are, to the last bit.
 
     Args:
-        x: [M, K], M at most 65535; float32 or bfloat16, or with scales float16 as well.
+        x: [M, K], M at most 65535; of the format's dtype, or with int8 float32, bfloat16 or float16.
         weight: [panels, steps, 2, 16, 16, inputs]: panels of 32 outputs, steps of 16 words of 4 bytes, in halves of 16
-            outputs; of x's dtype (1 or 2 inputs in a word), or with scales int8 (4 inputs). Zero beyond N and K.
-        scales: [N] float32 of an int8 weight: then each row of x is rounded to 8 bits by its largest magnitude, and
-            the products of whole numbers are exact.
+            outputs; 1, 2 or 4 inputs in a word of float32, bfloat16 or int8. Zero beyond N and K.
+        scales: [N] float32 with int8: then each row of x is rounded to 8 bits by its largest magnitude, and the
+            products of whole numbers are exact. Else None.
         bias: [N] or None.
         out_features: N.
+        format: "float32", "bfloat16" or "int8"; see `pydflash.decoder.formats`.
 
     Returns: [M, N]. Sums in float32, rounded once.
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
     module, stream, device = module_for("packed_linear", x, weight, scales, bias)
-    out = _packed_out(x, weight, scales, bias, out_features)
-    module.packed_linear(
-        capsule(rows(x)), packed_parts(weight, scales, bias, x.shape[-1], out_features), capsule(out), stream, device
-    )
+    out = _packed_out(x, weight, scales, bias, out_features, format)
+    parts = packed_parts(weight, scales, bias, x.shape[-1], out_features, format)
+    module.packed_linear(capsule(rows(x)), parts, capsule(out), stream, device)
     return out
 
 
 def packed_parts(
-    weight: Tensor, scales: Tensor | None, bias: Tensor | None, in_features: int, out_features: int
-) -> tuple[object, object, object, int, int]:
+    weight: Tensor, scales: Tensor | None, bias: Tensor | None, in_features: int, out_features: int, format: str
+) -> tuple[object, object, object, int, int, str]:
     """A packed layer as compiled code takes it; the caller keeps the tensors."""
-    return capsule(weight), capsule(scales), capsule(bias), in_features, out_features
+    return capsule(weight), capsule(scales), capsule(bias), in_features, out_features, format

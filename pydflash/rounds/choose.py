@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..decoder import formats
 from ..drafter.module import Drafter
 from ..ops import backends
 from ..request import Loop
@@ -12,7 +13,6 @@ from .host import HostLoop
 from .paths import Paths
 
 TARGET_PATHS = ("auto", "fast", "generic")
-QUANTIZED = ("int8",)
 
 
 def choose_loop(
@@ -48,7 +48,9 @@ def choose_loop(
     if quantize is not None:
         _check_quantize(quantize, target, None if packs else reason or _kind(target), target_path)
     if packs and type(drafter) is Drafter and target_path != "generic":
-        drafter = _packed(drafter, quantize)
+        from ..drafter.packed import PackedDrafter
+
+        drafter = PackedDrafter.of(drafter, quantize) or drafter
     options: tuple[Any, ...] = (paths, block_size, draft_sampling)
     device_loop = target_path == "fast" or (target_path == "auto" and on_gpu and reason is None)
     if device_loop or (packs and target_path == "auto"):
@@ -78,8 +80,8 @@ def choose_loop(
 
 
 def _check_quantize(quantize: str, target: Any, reason: str | None, target_path: str) -> None:
-    if quantize not in QUANTIZED:
-        raise ValueError(f"Speculator: quantize must be {' or '.join(map(repr, QUANTIZED))} or None, got {quantize!r}")
+    if quantize not in (names := formats.quantized()):
+        raise ValueError(f"Speculator: quantize must be {' or '.join(map(repr, names))} or None, got {quantize!r}")
     if target_path == "generic":
         reason = reason or "target_path='generic'"
     if reason is not None:
@@ -88,14 +90,3 @@ def _check_quantize(quantize: str, target: Any, reason: str | None, target_path:
 
 def _kind(target: Any) -> str:
     return f"a target on {target.device}" if type(target) is Target else f"a target of type {type(target).__name__}"
-
-
-def _packed(drafter: Drafter, quantize: str | None) -> Drafter:
-    """The drafter with packed weights where they can be."""
-    from ..decoder.formats import Int8, Packed, packing_fault
-    from ..drafter.packed import PackedDrafter
-
-    held = sum(parameter.nbytes for parameter in drafter.parameters())
-    if packing_fault(drafter.dtype, held, quantize) is not None:
-        return drafter
-    return PackedDrafter.of(drafter, Packed if quantize is None else Int8) or drafter

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .. import ops
-from ..decoder.formats import Int8, Packed, packing_fault
-from ..decoder.stack import Block, block_masks
-from ..decoder.stores import KVCache
+from ..decoder import formats
+from ..decoder.block import BlockView, block_masks
+from ..decoder.fingerprints import Fingerprint
+from ..decoder.stores import Cache, KVCache
 from ..ops import HALF
 from ..tree import Tree
 from .cache import borrowed_attention
@@ -34,45 +35,20 @@ _PREFILL_ROWS = 2048  # of one forward; fewer in float32, whose attention needs 
 _PREFILL_ROWS_WIDE = 512
 
 
-class FastCache(KVCache):
-    """Committed keys and values of all rows, and beside them those of the block that is being verified."""
-
-    def __init__(self, shape: tuple[int, int, int], batch: int, capacity: int, **options: Any) -> None:
-        layers, kv_heads, dim = shape
-        super().__init__(layers, batch, kv_heads, dim, capacity, **options)
-        self.block: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def length(self) -> int:
-        """Committed positions of a cache of one row."""
-        return int(self.lengths[0])
-
-    def advance(self, count: int) -> None:
-        """Count committed positions in, or, below 0, forget the last ones."""
-        self.lengths += count
-
-    def new_block(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Room for the keys and values [layers, B, Hkv, slots, D] of a block."""
-        layers, batch, heads, _, dim = self.k.shape
-        shape = (layers, batch, heads, slots, dim)
-        self.block = self.k.new_empty(shape), self.v.new_empty(shape)
-        return self.block
-
-
 @dataclass(slots=True)
 class _Step:
-    """What the layers of one forward share. block: None in a prefill of `row` from position `start` on.
+    """What the layers of one forward share. view: None in a prefill of `row` from position `start` on.
 
     windows: What each layer's attention was told. norms: Those of each layer's queries, where they are asked for.
     """
 
-    cache: FastCache
+    cache: Cache
     row: int = 0
     start: int = 0
-    block: Block | None = None
+    view: BlockView | None = None
     layer: int = 0
     windows: dict[int, int] = field(default_factory=dict)
-    norms: list[Tensor] | None = None
+    norms: dict[int, Tensor] | None = None
 
 
 _STEP: ContextVar[_Step] = ContextVar("pydflash_fast_step")
@@ -91,13 +67,13 @@ class _Layer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         step, i = _STEP.get(), self._i
         step.layer = i
-        both = (key_states, value_states)
-        if step.block is not None:
-            for buffer, states in zip((step.block.k, step.block.v), both, strict=True):
-                buffer[i].copy_(states)
+        part, both = step.cache.part(i), (key_states, value_states)
+        if step.view is not None:
+            for buffer, states in zip((part.block_k, part.block_v), both, strict=True):
+                buffer.copy_(states)
             return both
         end = step.start + key_states.shape[2]
-        views = [buffer[i, step.row : step.row + 1, :, :end] for buffer in (step.cache.k, step.cache.v)]
+        views = [buffer[step.row : step.row + 1, :, :end] for buffer in (part.k, part.v)]
         for view, states in zip(views, both, strict=True):
             view[:, :, step.start :].copy_(states)
         return views[0], views[1]
@@ -135,9 +111,10 @@ class FastTarget:
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._windows: dict[int, int] = {}
         self.weights = ""
-        self._kind: type[Packed] | None = None
+        self._format: formats.WeightFormat | None = None
         self._shape = (target.num_layers, *self._head_shape())
         self.recognised: Recognised | None = None
+        self._source = Fingerprint()
         ids = target._trial_ids(24)
         expected = target._try_forward(ids)[0].logits
         fault = self._recognise(ids, expected, quantize)
@@ -162,7 +139,7 @@ class FastTarget:
             if self.device.type != "cpu":  # where weights may still lie in their file
                 own.join_weights()
             elif quantize is None:
-                self._pack(own, Packed, None)
+                self._pack(own, None)
             self.recognised = own
             fault = self._fault(ids, expected)
         except UnknownForm as error:
@@ -170,30 +147,57 @@ class FastTarget:
         except Exception as error:  # whatever else a model of another form may lack
             return f"{type(error).__name__}: {error}"
         if fault is None and quantize is not None:
-            self._pack(own, Int8, quantize)
+            self._pack(own, quantize)
         return fault
 
-    def _pack(self, own: Recognised, kind: type[Packed], quantize: str | None) -> None:
-        fault = packing_fault(self.dtype, own.nbytes, quantize)
-        if fault is None:
-            own.pack(kind)
-            self._kind = kind
+    def _pack(self, own: Recognised, quantize: str | None) -> None:
+        found = formats.choose(own.weights(), quantize, self.device)
+        if isinstance(found, formats.WeightFormat):
+            own.pack(found)
+            self._format = found
             self.weights = f"{quantize or 'packed'} weights"
+            if own.decoder.uncompiled:
+                self.weights += f", record by record: {own.decoder.uncompiled}"
         elif quantize is not None:
-            self._refuse(f"weights that quantize={quantize!r} can pack", fault)
+            self._refuse(f"weights that quantize={quantize!r} can pack", found)
         else:
-            self.weights = f"weights not packed: {fault}"
+            self.weights = f"weights not packed: {found}"
 
-    def _renewed(self, own: Recognised) -> Recognised:
-        """What has changed since the last request: weights in place, or other tensors and modules."""
+    def derived(self) -> tuple[object, ...]:
+        """What a captured round reads beside the caches: other objects once weights or modules of the model changed.
+
+        For the beginning of a request: on a device it waits for samples of the weights. What is captured must keep it.
+
+        Raises: ValueError where the model's layers are no longer what they were.
+        """
+        if self.recognised is not None:
+            if self.recognised.changed():
+                self.recognised = self._renewed()
+            return (self.recognised,)
+        parameters = list(self.target.model.parameters())
+        if self._source.moved(parameters):
+            self._source = Fingerprint(parameters)
+        return (self._source,)
+
+    def refresh(self) -> None:
+        """Drop every copy of weights, whether they seem to have changed or not: for edits that no sample shows."""
+        formats.forget_shared()
+        self._source = Fingerprint()
+        if self.recognised is not None:
+            self.recognised = self._renewed()
+
+    def _renewed(self) -> Recognised:
+        """The model as it is now."""
         if self.target.model.dtype != self.dtype:
             self._refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
         try:
-            own = own.renewed()
+            own = Recognised(self.target, self._windows)
         except UnknownForm as error:
             self._refuse("layers of the common form, as when it was taken", f"others: they need {error}")
-        if self._kind is not None:
-            own.pack(self._kind)
+        if self.device.type != "cpu":
+            own.join_weights()
+        if self._format is not None:
+            own.pack(self._format)
         return own
 
     @property
@@ -202,22 +206,23 @@ class FastTarget:
         own = None if self.recognised is None else self.recognised.head
         return self.target.head if own is None or own.packed is None else Head(own)
 
-    def new_cache(self, batch: int, capacity: int) -> FastCache:
+    def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `batch` sequences of `capacity` positions."""
-        options = {"dtype": self.dtype, "device": self.device}
-        return FastCache(self._shape, batch, capacity, **options)
+        if self.recognised is not None:
+            return self.recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
+        return KVCache(*self._shape[:1], batch, *self._shape[1:], capacity, dtype=self.dtype, device=self.device)
 
-    def prefill(self, ids: Tensor, cache: FastCache, row: int = 0) -> TargetOutput:
+    def prefill(self, ids: Tensor, cache: Cache, row: int = 0) -> TargetOutput:
         """Run the next tokens [1, P] of a row and commit them. Returns logits [1, 1, V] and features [1, P, F * H]."""
         chunks = list(self.prefill_chunks(ids, cache, row))
         features = [chunk.features for chunk in chunks if chunk.features is not None]
         return TargetOutput(chunks[-1].logits, torch.cat(features, 1) if features else None)
 
-    def prefill_chunks(self, ids: Tensor, cache: FastCache, row: int = 0) -> Iterator[TargetOutput]:
+    def prefill_chunks(self, ids: Tensor, cache: Cache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
         self._check_open("prefill")
-        if self.recognised is not None and self.device.type == "cpu":
-            self.recognised = self._renewed(self.recognised)
+        if self.recognised is not None and self.device.type == "cpu":  # elsewhere a captured round reads what would go
+            self.derived()
         start = int(cache.lengths[row])
         size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
         for part in ids.split(size, 1):
@@ -227,7 +232,7 @@ class FastTarget:
             cache.lengths[row] = start
             yield output
 
-    def verify(self, tokens: Tensor, cache: FastCache, tree: Tree | None = None) -> TargetOutput:
+    def verify(self, tokens: Tensor, cache: Cache, tree: Tree | None = None) -> TargetOutput:
         """Run a block [B, S] behind every row's committed positions, which stay as they are; S at most 64.
 
         Returns logits [B, S, V] and features [B, S, F * H].
@@ -239,34 +244,34 @@ class FastTarget:
         depths, _, visibility = self._masks[size]
         if tree is not None:
             depths, visibility = tree.depths, tree.visibility
-        block = Block(visibility, depths, *cache.new_block(size))
+        view = BlockView(visibility, depths)
+        cache.open(size)
         if self.recognised is not None:
-            return self._decode(self.recognised, tokens, cache, block)
+            return self._decode(self.recognised, tokens, cache, view)
         positions = cache.lengths[:, None].long() + depths
         if self.target.max_length is not None:  # rows behind it are cut away by the caller
             positions = positions.clamp(max=self.target.max_length - 1)
-        return self._forward(tokens, positions, _Step(cache, block=block))
+        return self._forward(tokens, positions, _Step(cache, view=view))
 
-    def append(self, cache: FastCache, index: Tensor) -> None:
+    def append(self, cache: Cache, index: Tensor) -> None:
         """Put the block's slots `index` [B, S] behind every row's committed positions; lengths are the caller's."""
-        if cache.block is None:
+        if not cache.is_open:
             raise ValueError("append: cache must hold a block from verify, got none")
-        ops.cache_append(cache.k, cache.v, *cache.block, index, cache.lengths)
-        cache.block = None
+        cache.commit(index)
 
-    def commit(self, cache: FastCache, index: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, cache: Cache, index: Tensor, num_accepted: Tensor) -> None:
         """Keep the anchor and the accepted drafts of the verified block, and forget the rest."""
         self.append(cache, index.to(self.device, torch.int32))
         cache.lengths += num_accepted.to(self.device, torch.int32) + 1
 
-    def tables(self, positions: int) -> tuple[Tensor, Tensor] | None:
+    def tables(self, positions: int) -> object:
         """The rotary tables that `verify` reads up to `positions`; a captured graph must keep them alive."""
         return None if self.recognised is None else self.recognised.tables(positions)
 
-    def _decode(self, own: Recognised, tokens: Tensor, cache: FastCache, block: Block) -> TargetOutput:
+    def _decode(self, own: Recognised, tokens: Tensor, cache: Cache, view: BlockView) -> TargetOutput:
         ids, decoder = self.target.layer_ids, own.decoder
         with torch.no_grad(), self._own_dtype():
-            hidden, taken = decoder(own.embed(tokens), cache, own.tables(cache.capacity + 64), block, set(ids))
+            hidden, taken = decoder(own.embed(tokens), cache, own.tables(cache.capacity + 64), view, set(ids))
             if own.head is None:
                 logits = self.target.head(hidden)
             else:
@@ -344,8 +349,8 @@ class FastTarget:
             fault = self._window_fault()
         return fault
 
-    def _run_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
-        norms: list[Tensor] = []
+    def _run_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        norms: dict[int, Tensor] = {}
         step = _Step(self.new_cache(1, ids.shape[1]), norms=norms)
         return self._forward(ids, positions, step).logits, norms
 
@@ -381,14 +386,11 @@ def _attend(
     window = sliding_window or 0
     step.windows[step.layer] = window
     if step.norms is not None:
-        step.norms.append(query.float().norm())
-    if step.block is None:
+        step.norms[step.layer] = query.float().norm()
+    if step.view is None:
         return _attend_prefill(query, key, value, scale, window), None
-    cache, block, i = step.cache, step.block, step.layer
-    depths, visibility = block.depths, block.visibility
-    out = ops.block_attention(
-        query, cache.k[i], cache.v[i], key, value, cache.lengths, visibility, depths, window, scale
-    )
+    part, lengths, view = step.cache.part(step.layer), step.cache.lengths, step.view
+    out = ops.block_attention(query, part.k, part.v, key, value, lengths, view.visibility, view.depths, window, scale)
     return out.transpose(1, 2), None
 
 

@@ -1,30 +1,34 @@
-"""Recognises decoder layers of the common pre-norm form in a transformers model, by structure and by numbers."""
+"""A transformers model whose decoder layers are recognised, as a decoder of records that shares its weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..decoder.adjacent import lay_together
-from ..decoder.formats import Packed
-from ..decoder.stack import Decoder, LayerWeights, Norm, Projection
-from ..ops import backends, reference
+from ..decoder.fingerprints import Fingerprint
+from ..decoder.formats import WeightFormat
+from ..decoder.linear import Projection
+from ..decoder.stack import Decoder
+from ..ops import backends
+from .recognise import (
+    GATE_UP,
+    QKV,
+    Facts,
+    UnknownForm,
+    is_plain,
+    layer_of,
+    linears_of,
+    names_of,
+    norm_of,
+    projection_of,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from .generic import Target
-
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
-_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
-_GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
-_MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-
-
-class UnknownForm(ValueError):
-    """The layers are not of the common form; the message says what is different."""
 
 
 class Head:
@@ -43,203 +47,93 @@ class Recognised:
     def __init__(self, target: Target, windows: dict[int, int]) -> None:
         """windows: the sliding window of each layer, as its attention is told; 0 where it sees everything."""
         config = target._text_config
-        self.target = target
+        self.target, self._windows = target, windows
         self.embed: nn.Module = target.model.get_input_embeddings()
         body = _body(target)
         self._rotary: Any = getattr(body, "rotary_emb", None)
         final = next((m for name in ("norm", "final_layernorm") if (m := getattr(body, name, None)) is not None), None)
         if not isinstance(self._rotary, nn.Module) or final is None:
-            _unknown("a final norm and a rotary_emb beside the layers", [name for name, _ in body.named_children()])
+            unknown("a final norm and a rotary_emb beside the layers", [name for name, _ in body.named_children()])
+        self.final: nn.Module = final
+        self._source, self._classes = Fingerprint(self._tensors()), self._module_classes()
+        for layer in target.layers:
+            names_of(layer)
         first: Any = target.layers[0]
         attention, heads = first.self_attn if hasattr(first, "self_attn") else None, config.num_attention_heads
         dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self._windows, self._sizes = windows, (heads, kv_heads, dim)
-        self._mark = _mark_of(target.model)
-        layers = self._layers()
-        norm = _norm_of(first.input_layernorm)
-        q_norm = getattr(attention, "q_norm", None)
-        self.final: nn.Module = final
-        self._tables = self.tables_at(torch.arange(64, device=target.device)[None])
-        self.decoder = Decoder(
-            layers,
-            heads,
-            kv_heads,
-            dim,
-            2 * self._tables[0].shape[1],
-            self._interleaved,
-            float(getattr(attention, "scaling", None) or dim**-0.5),
-            norm,
-            norm if q_norm is None else _norm_of(q_norm),
-            final.weight.detach(),
-        )
-        if _norm_of(final) != norm:
-            _unknown("one kind of norm", "another one at the end")
+        self._table, interleaved = self._rows(torch.arange(64, device=target.device)[None])
+        self._facts = Facts(heads, kv_heads, dim, 2 * self._table[0].shape[1], interleaved, windows)
+        found = [layer_of(layer, i, self._facts) for i, layer in enumerate(target.layers)]
+        self.modules = [modules for _, modules in found]
+        self.decoder = Decoder([record for record, _ in found], norm_of(final, self._facts))
         head = target.head
-        self.head = _projection([head]) if _is_plain(head) and head.weight.dtype == target.dtype else None
+        self.head = projection_of([head]) if is_plain(head) and head.weight.dtype == target.dtype else None
 
-    def _layers(self) -> list[LayerWeights]:
-        return [_layer(layer, self._windows.get(i, 0), self._sizes) for i, layer in enumerate(self.target.layers)]
+    def _tensors(self) -> list[Tensor]:
+        """All of which something here is a copy or a view."""
+        return [*self.target.model.parameters(), *self._rotary.buffers()]
 
-    def renewed(self) -> Recognised:
-        """Itself, or another one where modules or tensors of the model have been exchanged since.
+    def _module_classes(self) -> tuple[type, ...]:
+        return tuple(map(type, self.target.model.modules()))
 
-        Raises: UnknownForm where its layers are no longer of the common form.
-        """
-        return self if self._mark == _mark_of(self.target.model) else Recognised(self.target, self._windows)
+    def changed(self) -> bool:
+        """Whether modules, weights or the tensors behind the rotary tables have changed since."""
+        return self._classes != self._module_classes() or self._source.changed(self._tensors())
 
     def join_weights(self) -> None:
         """Move the weights that read the same input to one place each, so that they are one product."""
-        for layer in cast("list[Any]", self.target.layers):
-            lay_together(_linears(layer.self_attn, _QKV))
-            lay_together(_linears(layer.mlp, _GATE_UP))
+        for layer in self.modules:
+            for module, names in ((layer.mixer, QKV), (layer.mlp, GATE_UP)):
+                if linears := linears_of(module, names):
+                    lay_together(linears)
         if (accelerator := backends.accelerator(self.target.device)) is not None:
             accelerator.empty_cache()  # the places that the weights left
-        self.decoder.layers = self._layers()
+        self._source = Fingerprint(self._tensors())
+        self.decoder.layers = [layer_of(layer, i, self._facts)[0] for i, layer in enumerate(self.target.layers)]
 
-    def pack(self, kind: type[Packed]) -> None:
+    def pack(self, format: WeightFormat) -> None:
         """Compute with packed copies of the weights, as they are now."""
         with torch.no_grad():
-            self.decoder.pack(kind)
+            self.decoder.pack(format)
             if self.head is not None:
-                self.head = self.head.pack(kind)
+                self.head = self.head.pack(format)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights that `pack` copies."""
-        projections = [p for x in self.decoder.layers for p in (x.qkv, x.output, x.gate_up, x.down)]
-        held = [w for p in (*projections, *filter(None, [self.head])) for w in p.weights]
-        return sum(weight.nbytes for weight in held)
+    def weights(self) -> list[Tensor]:
+        """Those that `pack` copies."""
+        held = [weight for layer in self.decoder.layers for weight in layer.weights()]
+        return held if self.head is None else [*held, *self.head.weights]
 
-    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: int) -> tuple[tuple[Tensor, Tensor]]:
         """cos and sin [at least `positions`, rotary_dim / 2] float32, as the model's own module gives them."""
-        if len(self._tables[0]) < positions:
+        if len(self._table[0]) < positions:
             size = 1 << (positions - 1).bit_length()
-            self._tables = self.tables_at(torch.arange(size, device=self.target.device)[None])
-        return self._tables
+            self._table = self._rows(torch.arange(size, device=self.target.device)[None])[0]
+        return (self._table,)
 
-    def tables_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def tables_at(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor]]:
         """The rows of `tables` for positions [1, P]."""
+        return (self._rows(positions)[0],)
+
+    def _rows(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], bool]:
+        """A rotary table's rows, and whether neighbouring channels are a pair."""
         like = torch.zeros(1, dtype=self.target.dtype, device=self.target.device)
         with torch.no_grad():
             found = self._rotary(like, positions)
         if not isinstance(found, tuple) or len(found) != 2 or found[0].dim() != 3:
-            _unknown("a rotary_emb that gives cos and sin", type(found).__name__)
+            unknown("a rotary_emb that gives cos and sin", type(found).__name__)
         cos, sin = (x[0].float() for x in found)
         half = cos.shape[-1] // 2
-        self._interleaved = torch.equal(cos[:, 0::2], cos[:, 1::2])
-        if self._interleaved:
-            return cos[:, 0::2].contiguous(), sin[:, 0::2].contiguous()
+        if torch.equal(cos[:, 0::2], cos[:, 1::2]):
+            return (cos[:, 0::2].contiguous(), sin[:, 0::2].contiguous()), True
         if not torch.equal(cos[:, :half], cos[:, half:]):
-            _unknown("rotary tables whose halves or neighbours are equal", "others")
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+            unknown("rotary tables whose halves or neighbours are equal", "others")
+        return (cos[:, :half].contiguous(), sin[:, :half].contiguous()), False
 
 
 def _body(target: Target) -> nn.Module:
     """The module that holds the list of layers."""
     for module in target.model.modules():
         if any(child is target.layers for child in module.children()):
-            return module
+            return cast("nn.Module", module)
     raise UnknownForm("layers inside the model")
-
-
-def _mark_of(model: nn.Module) -> tuple[object, ...]:
-    """Another one once a module or the memory of a parameter is another."""
-    held = ((type(module), *filter(None, map(_place, module._parameters.values()))) for module in model.modules())
-    return tuple(held)
-
-
-def _place(parameter: Tensor | None) -> tuple[object, ...] | None:
-    """Where a parameter lies; one that is several tensors, as quantised ones are, has no memory of its own."""
-    if parameter is None:
-        return None
-    several = hasattr(parameter, "__tensor_flatten__")
-    return id(parameter) if several else parameter.data_ptr(), parameter.dtype
-
-
-def _unknown(expected: str, got: object) -> NoReturn:
-    raise UnknownForm(f"{expected}, got {got}")
-
-
-def _parts(module: nn.Module) -> dict[str, nn.Module]:
-    """Children that have parameters."""
-    return {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-
-
-def _linears(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
-    parts = _parts(module)
-    return [parts[name] for name in names if name in parts]
-
-
-def _is_plain(linear: object) -> bool:
-    return type(linear) is nn.Linear and not hasattr(linear.weight, "__tensor_flatten__")
-
-
-def _projection(linears: list[Any], sizes: list[int] | None = None, gated: bool = False) -> Projection:
-    """Linear layers side by side; one that is several already is cut into rows of `sizes`, which are views."""
-    for linear in linears:
-        if not _is_plain(linear):
-            _unknown("plain linear layers", type(linear).__name__)
-    weights = [linear.weight.detach() for linear in linears]
-    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-    if sizes is not None and len(weights) < len(sizes):
-        weights = list(weights[0].split(sizes))
-        biases = [None] * len(sizes) if biases[0] is None else list(biases[0].split(sizes))
-    return Projection(tuple(weights), tuple(biases), gated)
-
-
-def _layer(layer: Any, window: int, sizes: tuple[int, int, int]) -> LayerWeights:
-    heads, kv_heads, dim = sizes
-    if (parts := set(_parts(layer))) != _LAYER:
-        _unknown(f"layers of {', '.join(sorted(_LAYER))}", ", ".join(sorted(parts)))
-    attention, mlp = _parts(layer.self_attn), _parts(layer.mlp)
-    norms = {name: attention.pop(name) for name in ("q_norm", "k_norm") if name in attention}
-    if set(attention) not in _ATTENTION or set(mlp) not in _MLP or len(norms) == 1:
-        _unknown("attention and MLP of the usual projections", ", ".join(sorted({*attention, *mlp, *norms})))
-    shapes = [tuple(getattr(norm.weight, "shape", ())) for norm in norms.values()]
-    if any(shape != (dim,) for shape in shapes):
-        _unknown("norms of q and k per head", shapes)
-    activation = getattr(layer.mlp, "act_fn", None) or getattr(layer.mlp, "activation_fn", None)
-    probe = torch.linspace(-3, 3, 7)
-    if activation is None or not torch.allclose(activation(probe), F.silu(probe)):
-        _unknown("a gated SiLU", activation)
-    if getattr(layer.self_attn, "use_rope", True) in (False, 0):
-        _unknown("rotary positions in every layer", "a layer without")
-    qkv, gate_up = _linears(layer.self_attn, _QKV), _linears(layer.mlp, _GATE_UP)
-    width = gate_up[0].out_features // (3 - len(gate_up)) if _is_plain(gate_up[0]) else 0
-    return LayerWeights(
-        layer.input_layernorm.weight.detach(),
-        _projection(qkv, [heads * dim, kv_heads * dim, kv_heads * dim]),
-        layer.self_attn.q_norm.weight.detach() if norms else None,
-        layer.self_attn.k_norm.weight.detach() if norms else None,
-        _projection([attention["o_proj"]]),
-        layer.post_attention_layernorm.weight.detach(),
-        _projection(gate_up, [width, width], gated=True),
-        _projection([mlp["down_proj"]]),
-        window,
-    )
-
-
-def _norm_of(module: Any) -> Norm:
-    """Which kind of RMSNorm a module computes, by trying."""
-    weight = getattr(module, "weight", None)
-    eps = next((e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, None)) is not None), None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
-        _unknown("RMSNorm with a weight and an epsilon", type(module).__name__)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight), generator=generator).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        want = module(x).float()
-        kinds = [Norm(float(eps), offset, first) for offset in (0.0, 1.0) for first in (True, False)]
-        errors = [
-            (reference.add_rms_norm(x, None, weight, *_options(kind))[0].float() - want).abs().max().item()
-            for kind in kinds
-        ]
-    best = min(range(len(kinds)), key=errors.__getitem__)
-    if not errors[best] <= 2e-2 * want.abs().max().item():
-        _unknown("RMSNorm", f"{type(module).__name__}, off by {errors[best]:.1e}")
-    return kinds[best]
-
-
-def _options(kind: Norm) -> tuple[float, float, bool]:
-    return kind.eps, kind.weight_offset, kind.round_first

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..decoder.stack import Decoder, LayerWeights, block_masks
+from ..decoder.block import BlockView, Forward, Table, block_masks
+from ..decoder.records import Attention, Mixer
 
 if TYPE_CHECKING:
     from .layers import Recognised
@@ -29,7 +29,7 @@ class _Seen(NamedTuple):
 
 
 def wiring_fault(
-    own: Recognised, ids: Tensor, run: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
+    own: Recognised, ids: Tensor, run: Callable[[Tensor, Tensor], tuple[Tensor, dict[int, Tensor]]]
 ) -> str | None:
     """What the model does otherwise than its decoder, or None.
 
@@ -41,7 +41,7 @@ def wiring_fault(
         positions = torch.arange(start, start + size, device=ids.device)[None]
         with torch.no_grad(), _watch(own) as seen:
             logits, norms = run(ids, positions)
-            fault = _residual_fault(own, seen, logits) or _sublayer_fault(own, seen, norms, own.tables_at(positions))
+            fault = _residual_fault(own, seen, logits) or _record_fault(own, seen, norms, own.tables_at(positions))
         if fault is not None:
             return fault
     return None
@@ -66,18 +66,16 @@ def _watch(own: Recognised) -> Iterator[dict[nn.Module, _Seen]]:
 
 def _modules(own: Recognised) -> list[nn.Module]:
     modules = [own.embed, own.final, own.target.head]
-    for layer in cast("list[Any]", own.target.layers):
-        modules += [layer, layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp]
-    return modules
+    return modules + [module for layer in own.modules for module in layer]
 
 
 def _residual_fault(own: Recognised, seen: dict[nn.Module, _Seen], logits: Tensor) -> str | None:
     if any(module not in seen for module in _modules(own)):
         return "a call of each of its modules"
     x = seen[own.embed].given
-    for i, layer in enumerate(cast("list[Any]", own.target.layers)):
-        attention, mlp, last = seen[layer.self_attn], seen[layer.mlp], seen[layer].given
-        first, second = seen[layer.input_layernorm], seen[layer.post_attention_layernorm]
+    for i, layer in enumerate(own.modules):
+        attention, mlp, last = seen[layer.mixer], seen[layer.mlp], seen[layer.layer].given
+        first, second = seen[layer.mixer_norm], seen[layer.mlp_norm]
         between = x + attention.given
         pairs = (
             ("norm before attention", first.taken, x),
@@ -95,21 +93,25 @@ def _residual_fault(own: Recognised, seen: dict[nn.Module, _Seen], logits: Tenso
     return next((f"plain {name}" for name, got, wanted in ends if not torch.equal(got, wanted)), None)
 
 
-def _sublayer_fault(
-    own: Recognised, seen: dict[nn.Module, _Seen], norms: list[Tensor], tables: tuple[Tensor, Tensor]
+def _record_fault(
+    own: Recognised, seen: dict[nn.Module, _Seen], norms: dict[int, Tensor], tables: tuple[Table, ...]
 ) -> str | None:
-    decoder = own.decoder
     outputs_close, norms_close = _CLOSE[own.target.dtype]
-    parts = zip(cast("list[Any]", own.target.layers), decoder.layers, norms, strict=True)
-    for i, (layer, weights, norm) in enumerate(parts):
-        x = seen[layer.mlp].taken[0]
-        mlp = weights.down(weights.gate_up(x))
-        q, attended = _attended(decoder, weights, seen[layer.self_attn].taken, tables)
-        pairs = (
-            ("queries", q.float().norm(), norm, norms_close),
-            ("attention", attended.float(), seen[layer.self_attn].given[0].float(), outputs_close),
-            ("MLP", mlp.float(), seen[layer.mlp].given[0].float(), outputs_close),
-        )
+    for i, (modules, layer) in enumerate(zip(own.modules, own.decoder.layers, strict=True)):
+        queries, mixed = _mixed(layer.mixer, seen[modules.mixer].taken, tables)
+        pairs = [
+            (
+                "attention" if queries is not None else "mixing",
+                mixed.float(),
+                seen[modules.mixer].given[0].float(),
+                outputs_close,
+            ),
+            ("MLP", layer.mlp(seen[modules.mlp].taken[0]).float(), seen[modules.mlp].given[0].float(), outputs_close),
+        ]
+        if queries is not None:
+            if i not in norms:
+                return f"attention through transformers' AttentionInterface in layer {i}"
+            pairs.insert(0, ("queries", queries, norms[i], norms_close))
         for name, got, wanted, close in pairs:
             distance = ((got - wanted).norm() / wanted.norm()).item()
             if not distance <= close:
@@ -117,13 +119,18 @@ def _sublayer_fault(
     return None
 
 
-def _attended(decoder: Decoder, layer: LayerWeights, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Queries, and causal self-attention [S, H], of the rows x [1, S, H] alone, which stand at the tables' rows."""
+def _mixed(mixer: Mixer, x: Tensor, tables: tuple[Table, ...]) -> tuple[Tensor | None, Tensor]:
+    """The norm of attention's queries, and what a mixer makes [S, H] of the rows x [1, S, H] alone, as a chain.
+
+    They stand at the tables' rows.
+    """
     size = x.shape[1]
     depths, _, visibility = block_masks(size, x.device)
     lengths = torch.zeros(1, dtype=torch.int32, device=x.device)
-    k = x.new_empty(1, decoder.num_kv_heads, size, decoder.head_dim)
-    v, cache = torch.empty_like(k), torch.zeros_like(k)
-    q = decoder.heads(layer, layer.qkv(x[0])[None], tables, lengths, depths, k, v)
-    out = ops.block_attention(q, cache, cache, k, v, lengths, visibility, depths, layer.window, decoder.scale)
-    return q, layer.output(out.transpose(1, 2).reshape(size, -1))
+    forward = Forward(1, size, lengths, BlockView(visibility, depths), tables)
+    store = mixer.store.new(1, 1, size, x.dtype, x.device)
+    store.open(size)
+    out = mixer(x[0], store.part(0), forward)
+    if not isinstance(mixer, Attention):
+        return None, out
+    return mixer.queries(x[0], store.part(0), forward).float().norm(), out

@@ -14,8 +14,9 @@ from pairs import HIDDEN, VOCAB, build_drafter, unbounded
 from torch import Tensor, nn
 
 from pydflash import Drafter
-from pydflash.decoder.stack import Projection
-from pydflash.drafter.decoder import DrafterDecoder, block_masks, decoder_of
+from pydflash.decoder.block import block_masks
+from pydflash.decoder.linear import Projection
+from pydflash.drafter.decoder import DrafterDecoder, decoder_of
 from pydflash.ops import backends
 
 
@@ -142,13 +143,13 @@ def test_decoders_are_kept_until_parameters_move(plain: Drafter) -> None:
         assert plain.decoder() is first
         plain.norm.weight.mul_(2)  # in place: it holds views
         assert plain.decoder() is first
-        assert torch.equal(first.decoder.final_norm, plain.norm.weight)
+        assert torch.equal(first.decoder.final_norm.weight, plain.norm.weight)
         plain.to(torch.bfloat16)
         second = plain.decoder()
         assert second is not first
         assert second is not None
-        assert second.decoder.layers[1].mlp_conv is not None
-        assert {t.dtype for t in second.decoder.layers[1].qkv.weights} == {torch.bfloat16}
+        assert second.decoder.layers[1].around_mlp.convolution is not None
+        assert {t.dtype for t in second.decoder.layers[1].mixer.weights()} == {torch.bfloat16}
         plain.layers[1].mlp_conv.kernel_projection.weight = nn.Parameter(torch.zeros(32, HIDDEN, dtype=torch.bfloat16))
         third = plain.decoder()
         assert third is not second

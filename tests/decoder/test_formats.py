@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pydflash import Speculator, Target
-from pydflash.decoder import formats as packed
-from pydflash.decoder.formats import Int8, Packed, pack, packing_fault
+from pydflash.decoder import formats
+from pydflash.decoder.formats import PackedLinear, WeightFormat, choose
 from pydflash.drafter.packed import PackedDrafter
 from pydflash.ops import backends
 from pydflash.target.fused import FastTarget
 from pydflash.tree import tree_of
 
 DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
@@ -46,14 +47,16 @@ def test_numbers(biased: bool, rows: int, dtype: torch.dtype) -> None:
         F.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in zip(weights, held, strict=True)
     ]
     want = torch.cat(parts, 1)
-    for kind, close in ((Packed, CLOSE[dtype]), (Int8, 0.02)):
-        got = pack(kind, weights, (None, bias))(x)
+    for quantize, close in ((None, CLOSE[dtype]), ("int8", 0.02)):
+        format = choose(weights, quantize, CPU)
+        assert isinstance(format, WeightFormat)
+        got = format.pack(weights, (None, bias))(x)
         assert got.dtype == dtype
         assert off(got, want) < close
 
 
 def test_rows_of_int8_do_not_see_each_other() -> None:
-    x, linear = weight_of(9, 96, torch.bfloat16), Int8(weight_of(40, 96, torch.bfloat16, 1), None)
+    x, linear = weight_of(9, 96, torch.bfloat16), formats.of("int8").linear(weight_of(40, 96, torch.bfloat16, 1), None)
     x[4] *= 100
     x[5] = 0
     whole = linear(x)
@@ -65,51 +68,70 @@ def test_rows_of_int8_do_not_see_each_other() -> None:
 def test_x_is_left_alone() -> None:
     x = weight_of(3, 96, torch.float32)
     held = x.clone()
-    Int8(weight_of(40, 96, torch.float32), None)(x)
+    formats.of("int8").linear(weight_of(40, 96, torch.float32), None)(x)
     assert torch.equal(x, held)
+
+
+def pack(weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> PackedLinear:
+    return formats.of("float32").pack(weights, biases)
 
 
 def test_equal_tensors_are_packed_once_and_changed_ones_anew() -> None:
     weight = weight_of(16, 16, torch.float32)
-    first = pack(Packed, (weight,), (None,))
-    assert pack(Packed, (weight,), (None,)) is first
-    assert pack(Int8, (weight,), (None,)) is not first
-    assert pack(Packed, (weight[:8], weight[8:]), (None, None)) is not first
+    first = pack((weight,), (None,))
+    assert pack((weight,), (None,)) is first
+    assert formats.of("int8").pack((weight,), (None,)) is not first
+    assert pack((weight[:8], weight[8:]), (None, None)) is not first
     assert copy.deepcopy(first) is first
     weight.mul_(2)
-    second = pack(Packed, (weight,), (None,))
+    second = pack((weight,), (None,))
     assert second is not first
     x = weight_of(2, 16, torch.float32, 1)
     torch.testing.assert_close(second(x), 2 * first(x))
+    weight.data.mul_(2)  # which no version counts
+    torch.testing.assert_close(pack((weight,), (None,))(x), 4 * first(x))
     with torch.inference_mode():
-        hidden = weight_of(16, 16, torch.float32)
-        assert pack(Packed, (hidden,), (None,)) is not pack(Packed, (hidden,), (None,))
+        made = weight_of(16, 16, torch.float32)
+        before = pack((made,), (None,))
+        assert pack((made,), (None,)) is before
+        made.mul_(2)
+        assert pack((made,), (None,)) is not before
+    formats.forget_shared()
+    assert pack((weight,), (None,)) is not second
 
 
 def test_layers_of_the_same_weight_that_differ_elsewhere_are_not_shared() -> None:
     """In their bias, also where that alone was changed in place, and in how the weight lies in memory."""
     weight, bias, x = (weight_of(rows, 16, torch.float32, rows) for rows in (16, 1, 2))
-    first = pack(Packed, (weight,), (bias[0],))
-    assert pack(Packed, (weight,), (bias[0],)) is first
-    other = pack(Packed, (weight,), (bias[0].clone() + 1,))
+    first = pack((weight,), (bias[0],))
+    assert pack((weight,), (bias[0],)) is first
+    other = pack((weight,), (bias[0].clone() + 1,))
     torch.testing.assert_close(other(x), first(x) + 1)
-    turned = pack(Packed, (weight.t(),), (bias[0],))
+    turned = pack((weight.t(),), (bias[0],))
     torch.testing.assert_close(turned(x), F.linear(x, weight.t(), bias[0]))
     bias.add_(2)
-    again = pack(Packed, (weight,), (bias[0],))
+    again = pack((weight,), (bias[0],))
     torch.testing.assert_close(again(x), F.linear(x, weight, bias[0]))
 
 
 def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packing_fault(torch.float32, 1000) is None
-    assert "float64" in str(packing_fault(torch.float64, 1000))
+    def weights(gigabytes: float, dtype: torch.dtype = torch.float32, width: int = 1000) -> list[Tensor]:
+        rows = int(gigabytes * 1e9) // (2 * width * dtype.itemsize)
+        return [torch.empty(rows, width, dtype=dtype, device="meta") for _ in range(2)]
+
+    monkeypatch.setattr(formats, "_free_memory", lambda: 10 * 10**9)
+    assert choose(weights(4), None, CPU) is formats.of("float32")
+    assert choose(weights(4, torch.float16), "int8", CPU) is formats.of("int8")
+    assert choose(weights(1, torch.float64), None, CPU) == "float64 has no packed form"
+    assert choose(weights(1, torch.float64), "int8", CPU) == "float64 weights are not packed as int8"
+    assert choose(weights(1, width=133001), "int8", CPU) == "int8 takes at most 133000 inputs, got 133001"
+    mixed = [*weights(1), *weights(1, torch.bfloat16)]
+    assert choose(mixed, None, CPU) == "bfloat16 weights are not packed as float32"
     with backends.running("sycl"):  # its kernels on tensors of the CPU
-        assert packing_fault(torch.float32, 1000) == "the sycl backend has no packed layers"
-    monkeypatch.setattr(packed, "_free_memory", lambda: 10 * 10**9)
-    assert packing_fault(torch.float32, 4 * 10**9) is None
-    assert packing_fault(torch.float32, 6 * 10**9) == "a copy of the weights takes 6.0 GB, and 10.0 GB are free"
+        assert choose(weights(1), None, CPU) == "the sycl backend has no packed layers"
+    assert choose(weights(6), None, CPU) == "a copy of the weights takes 6.0 GB, and 10.0 GB are free"
     model = TINY["llama"]()
-    monkeypatch.setattr(packed, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(formats, "_free_memory", lambda: 1000)
     spec = Speculator(model, None)
     out = spec.generate([1, 2, 3], 4, temperature=0.0)
     assert "fused layers, weights not packed: a copy" in out.stats.backends["target"]
@@ -181,7 +203,7 @@ def test_a_pickled_speculator_decodes_the_same(quantize: str | None) -> None:
 
 def test_a_context_of_more_rows_than_one_call_takes() -> None:
     drafter = build_drafter(1, num_hidden_layers=1, layer_types=["full_attention"]).float()
-    one = PackedDrafter.of(drafter, Packed)
+    one = PackedDrafter.of(drafter)
     assert one is not None
     features = weight_of(66000, drafter.fc.in_features, torch.float32)[None]
     with torch.inference_mode():
@@ -211,7 +233,7 @@ def test_int8_is_what_decodes() -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_packed_drafter_proposes_what_the_drafter_does(version: int) -> None:
     drafter = build_drafter(version).float()
-    one = PackedDrafter.of(drafter, Packed)
+    one = PackedDrafter.of(drafter)
     assert one is not None
     features = weight_of(5, drafter.fc.in_features, torch.float32)[None]
     head = torch.nn.Linear(drafter.config.hidden_size, VOCAB, bias=False)

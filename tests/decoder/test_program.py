@@ -14,19 +14,19 @@ from tiny_models import TINY
 from torch import Tensor
 
 from pydflash import Drafter, Target
-from pydflash.decoder.formats import Int8, Packed
+from pydflash.decoder import formats
 from pydflash.drafter.decoder import decoder_of
 from pydflash.target.fused import FastTarget
 
 CPU = torch.device("cpu")
 
 
-def packed_pair(version: int, kind: type[Packed], dtype: torch.dtype = torch.float32, **changes: Any) -> list[Drafter]:
+def packed_pair(version: int, format: str, dtype: torch.dtype = torch.float32, **changes: Any) -> list[Drafter]:
     """A drafter whose layers run as a program, and one that runs them as a module."""
     fused, module = both(version, CPU, dtype, **changes)
     made = decoder_of(fused.config, fused.stack, fused.norm.weight, fused.fc)
     assert made is not None
-    made.pack(kind)
+    made.pack(formats.of(format))
     assert made.decoder.program is not None
     object.__setattr__(fused, "decoder", lambda: made)
     return [fused, module]
@@ -44,7 +44,7 @@ def hiddens(pair: list[Drafter], size: int) -> list[Tensor]:
 def test_same_numbers_as_the_module(kind: str, interleaved: bool) -> None:
     """Ragged batches, every kind of layer, blocks of every size."""
     version, changes = KINDS[kind]
-    pair = packed_pair(version, Packed, rope_interleaved=interleaved, **changes)
+    pair = packed_pair(version, "float32", rope_interleaved=interleaved, **changes)
     for size in (1, 2, 8):
         got, want = hiddens(pair, size)
         assert got.shape == (3, size, HIDDEN)
@@ -54,7 +54,7 @@ def test_same_numbers_as_the_module(kind: str, interleaved: bool) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_is_near(dtype: torch.dtype, version: int) -> None:
-    got, want = hiddens(packed_pair(version, Int8, dtype), 8)
+    got, want = hiddens(packed_pair(version, "int8", dtype), 8)
     assert got.dtype == dtype
     error = float((got.float() - want.float()).norm() / want.float().norm())
     assert 1e-4 < error < 0.12
@@ -80,12 +80,13 @@ def test_a_target_taps_what_its_model_gives(family: str) -> None:
 
 def test_it_keeps_what_it_reads() -> None:
     """The tensors it was built from may be dropped by all others."""
-    pair = packed_pair(2, Packed)
+    pair = packed_pair(2, "float32")
     program = pair[0].decoder().decoder.program  # type: ignore[union-attr]
     before = hiddens(pair, 4)[0]
     for layer in pair[0].decoder().decoder.layers:  # type: ignore[union-attr]
         assert program is not None
-        assert all(any(held is p.packed for held in program._held) for p in (layer.qkv, layer.down))
+        linears = (layer.mixer.qkv, layer.mlp.down)
+        assert all(any(held is p.packed for held in program._held._kept) for p in linears)
     gc.collect()
     assert torch.equal(hiddens(pair, 4)[0], before)
 
@@ -133,7 +134,7 @@ WRONG = (
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_refusals(changes: dict[str, Tensor], message: str) -> None:
-    pair = packed_pair(1, Packed)
+    pair = packed_pair(1, "float32")
     call(pair)
     with pytest.raises(ValueError, match=f"decoder: {message}"):
         call(pair, **changes)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from fused_cases import normal
 
-from pydflash.decoder.formats import Packed
+from pydflash.decoder import formats
 
 SHARED = """
 import os, torch
-from pydflash.packed import Packed
+from pydflash.decoder import formats
 torch.set_num_threads(3)
-layer, x = Packed(torch.randn(2000, 500).bfloat16(), None), torch.randn(8, 500).bfloat16()
+layer = formats.of("bfloat16").linear(torch.randn(2000, 500).bfloat16(), None)
+x = torch.randn(8, 500).bfloat16()
 """
 
 
@@ -30,7 +31,7 @@ def threads() -> object:
 
 
 def test_callers_at_once_get_their_own_results(threads: object) -> None:
-    layers = [Packed(normal(1500, 400, seed=i).bfloat16(), None) for i in range(4)]
+    layers = [formats.of("bfloat16").linear(normal(1500, 400, seed=i).bfloat16(), None) for i in range(4)]
     x = normal(5, 400, seed=9).bfloat16()
     want = [layer(x) for layer in layers]
     wrong: list[int] = []

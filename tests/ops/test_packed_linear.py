@@ -10,7 +10,8 @@ from matching import assert_matches
 from torch import Tensor
 
 from pydflash import ops
-from pydflash.decoder.formats import Int8, Packed, panels_of
+from pydflash.decoder import formats
+from pydflash.decoder.formats import PackedLinear, panels_of
 from pydflash.ops import reference
 
 CPU = torch.device("cpu")
@@ -21,11 +22,17 @@ ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return ops.packed_linear(x, panels_of(weight), None, bias, len(weight))
+    return ops.packed_linear(x, panels_of(weight), None, bias, len(weight), str(weight.dtype).removeprefix("torch."))
 
 
-def rows_of(layer: Packed) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    return layer._weight, layer._scales, layer._bias, layer._out_features
+def layer_of(quantize: str | None, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    format = formats.as_it_is(weight.dtype) if quantize is None else formats.of(quantize)
+    assert format is not None
+    return format.linear(weight, bias)
+
+
+def arguments_of(layer: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, int, str]:
+    return layer.weight, layer.scales, layer.bias, layer.out_features, layer.format.name
 
 
 @pytest.mark.parametrize("dtype", OWN)
@@ -61,10 +68,10 @@ def test_it_rounds_once() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_is_its_definition(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    layer = Int8(normal(*shape).to(dtype), normal(shape[0], seed=1).to(dtype))
+    layer = layer_of("int8", normal(*shape).to(dtype), normal(shape[0], seed=1).to(dtype))
     for rows in ROWS:
         x = (3 * normal(rows, shape[1], seed=2)).to(dtype)
-        want = reference.packed_linear(x.double(), *rows_of(layer))
+        want = reference.packed_linear(x.double(), *arguments_of(layer))
         for _ in over_levels(CPU):
             assert_matches(layer(x), want)
 
@@ -72,26 +79,26 @@ def test_int8_is_its_definition(dtype: torch.dtype, shape: tuple[int, int]) -> N
 def test_int8_by_hand() -> None:
     """Largest magnitudes of 127 make both sides whole: halves go to the even number."""
     weight, x = torch.tensor([[127.0, 2.0, -3.0]]), torch.tensor([[2.5, 3.5, -127.0], [0.0, 0.0, 0.0]])
-    layer = Int8(weight, None)
+    layer = layer_of("int8", weight, None)
     for _ in over_levels(CPU):
         assert layer(x).flatten().tolist() == [2 * 127 + 4 * 2 + 127 * 3, 0.0]
 
 
 @pytest.mark.parametrize("dtype", OWN)
-@pytest.mark.parametrize("kind", [Packed, Int8])
-def test_rows_are_alone_to_the_last_bit(kind: type[Packed], dtype: torch.dtype) -> None:
-    layer, x = kind(normal(72, 200).to(dtype), None), normal(65, 200, seed=1).to(dtype)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_rows_are_alone_to_the_last_bit(quantize: str | None, dtype: torch.dtype) -> None:
+    layer, x = layer_of(quantize, normal(72, 200).to(dtype), None), normal(65, 200, seed=1).to(dtype)
     for _ in over_levels(CPU):
         each = torch.cat([layer(row[None]) for row in x])
         for rows in ROWS:
             assert torch.equal(layer(x[:rows]), each[:rows])
 
 
-@pytest.mark.parametrize("kind", [Packed, Int8])
-def test_threads_change_nothing(kind: type[Packed]) -> None:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_threads_change_nothing(quantize: str | None) -> None:
     """Large enough to be shared out, and more threads than this machine may have cores."""
     before = torch.get_num_threads()
-    layer, x = kind(normal(1030, 520).bfloat16(), None), normal(70, 520, seed=1).bfloat16()
+    layer, x = layer_of(quantize, normal(1030, 520).bfloat16(), None), normal(70, 520, seed=1).bfloat16()
     found = []
     try:
         for threads in (1, 2, 5):
@@ -104,11 +111,11 @@ def test_threads_change_nothing(kind: type[Packed]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [Packed, Int8])
-def test_what_is_not_finite_stays_in_its_row(kind: type[Packed], dtype: torch.dtype) -> None:
-    if kind is Packed and dtype not in OWN:
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_what_is_not_finite_stays_in_its_row(quantize: str | None, dtype: torch.dtype) -> None:
+    if quantize is None and dtype not in OWN:
         return
-    layer, x = kind(normal(33, 70).to(dtype), None), normal(20, 70, seed=1).to(dtype)
+    layer, x = layer_of(quantize, normal(33, 70).to(dtype), None), normal(20, 70, seed=1).to(dtype)
     x[3, 5], x[7, 69], x[9] = torch.nan, torch.inf, 0
     for _ in over_levels(CPU):
         out = layer(x)
@@ -121,16 +128,16 @@ def test_what_is_not_finite_stays_in_its_row(kind: type[Packed], dtype: torch.dt
 
 @pytest.mark.parametrize("largest", [1e-38, 1e-12, 1e30])
 def test_int8_at_the_ends_of_the_range(largest: float) -> None:
-    x, layer = torch.tensor([[largest, -largest / 2]]), Int8(torch.eye(2), None)
+    x, layer = torch.tensor([[largest, -largest / 2]]), layer_of("int8", torch.eye(2), None)
     want = x if largest > 1e-30 else torch.zeros_like(x)
     for _ in over_levels(CPU):
         assert_matches(layer(x), want.double(), 0.01)
 
 
 @pytest.mark.parametrize("dtype", OWN)
-@pytest.mark.parametrize("kind", [Packed, Int8])
-def test_strided_rows(kind: type[Packed], dtype: torch.dtype) -> None:
-    layer, wide = kind(normal(33, 64).to(dtype), None), normal(40, 64 + 9, seed=1).to(dtype)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_strided_rows(quantize: str | None, dtype: torch.dtype) -> None:
+    layer, wide = layer_of(quantize, normal(33, 64).to(dtype), None), normal(40, 64 + 9, seed=1).to(dtype)
     for _ in over_levels(CPU):
         for x in (wide[::2, 3:67], wide[:32, 8:72], wide.t()[:64].t()):
             assert torch.equal(layer(x), layer(x.contiguous()))
@@ -138,13 +145,13 @@ def test_strided_rows(kind: type[Packed], dtype: torch.dtype) -> None:
 
 def test_sizes_of_nothing() -> None:
     weight = panels_of(torch.zeros(40, 96).bfloat16())
-    assert ops.packed_linear(torch.zeros(0, 96).bfloat16(), weight, None, None, 40).shape == (0, 40)
+    assert ops.packed_linear(torch.zeros(0, 96).bfloat16(), weight, None, None, 40, "bfloat16").shape == (0, 40)
 
 
 def test_whole_sums_that_may_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="weight must be of at most 133000 inputs where there are scales, got 133001"):
-        Int8(torch.ones(1, 133001), None)(torch.ones(1, 133001))
-    assert Int8(torch.ones(1, 133000), None)(torch.ones(1, 133000)).item() == 133000
+    with pytest.raises(ValueError, match="weight must be of at most 133000 inputs in int8, got 133001"):
+        layer_of("int8", torch.ones(1, 133001), None)(torch.ones(1, 133001))
+    assert layer_of("int8", torch.ones(1, 133000), None)(torch.ones(1, 133000)).item() == 133000
 
 
 def test_panels_hold_every_weight_once() -> None:
@@ -159,26 +166,31 @@ def test_panels_hold_every_weight_once() -> None:
 def test_float64_is_the_definitions() -> None:
     x, weight = normal(3, 20), normal(5, 20, seed=1)
     padded = panels_of(weight.float()).double()
-    torch.testing.assert_close(reference.packed_linear(x, padded, None, None, 5), x @ weight.t())
+    torch.testing.assert_close(reference.packed_linear(x, padded, None, None, 5, "float32"), x @ weight.t())
     with pytest.raises(ValueError, match=r"^packed_linear: x must be float32, bfloat16 or float16, got float64$"):
-        ops.packed_linear(x, padded, None, None, 5)
+        ops.packed_linear(x, padded, None, None, 5, "float32")
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_opcheck(scaled: bool) -> None:
-    layer = (Int8 if scaled else Packed)(normal(34, 70).float(), normal(34, seed=1).float())
-    torch.library.opcheck(torch.ops.pydflash.packed_linear.default, (normal(3, 70).float(), *rows_of(layer)))
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_opcheck(quantize: str | None) -> None:
+    layer = layer_of(quantize, normal(34, 70).float(), normal(34, seed=1).float())
+    torch.library.opcheck(torch.ops.pydflash.packed_linear.default, (normal(3, 70).float(), *arguments_of(layer)))
 
 
 BAD = (
     ({"x": torch.zeros(2, 97).bfloat16()}, r"weight must be of as many steps of 32 inputs as K = 97 needs, got 3"),
     ({"x": torch.zeros(96).bfloat16()}, r"x must be of shape \[M, K\]"),
-    ({"x": torch.zeros(2, 96)}, r"weight must be float32, as x, got bfloat16"),
-    ({"x": torch.zeros(2, 96).half()}, r"x must be float32 or bfloat16 where there are no scales, got float16"),
+    ({"x": torch.zeros(2, 96)}, r"x must be bfloat16, as the weight's format"),
+    ({"x": torch.zeros(2, 96).half()}, r"x must be bfloat16, as the weight's format"),
+    ({"format": "float32"}, r"x must be float32, as the weight's format"),
+    ({"format": "int4"}, r"format must be float32, bfloat16 or int8, got int4"),
+    ({"format": "int8"}, r"scales must be given with int8, got None"),
+    ({"format": "int8", "scales": torch.ones(40)}, r"weight must be int8, as its format"),
+    ({"weight": panels_of(torch.zeros(40, 48))}, r"weight must be bfloat16, as x, got float32"),
     ({"out_features": 65}, r"weight must be of as many panels of 32 outputs as N = 65 needs, got 2"),
     ({"bias": torch.zeros(40)}, r"bias must be bfloat16, as x, got float32"),
     ({"bias": torch.zeros(41).bfloat16()}, r"bias must be of shape \[N\]"),
-    ({"scales": torch.ones(40)}, r"weight must be int8, as there are scales"),
+    ({"scales": torch.ones(40)}, r"scales must be None with bfloat16, got some"),
     ({"weight": torch.zeros(2, 3, 2, 16, 16, 4).bfloat16()}, r"weight must be of shape \[panels, steps"),
     ({"weight": torch.zeros(2, 3, 2, 16, 16, 4).bfloat16()[..., ::2]}, r"weight must be contiguous"),
 )
@@ -192,6 +204,7 @@ def test_refusals(changes: dict[str, object], message: str) -> None:
         "scales": None,
         "bias": None,
         "out_features": 40,
+        "format": "bfloat16",
     }
     with pytest.raises(ValueError, match=f"packed_linear: {message}"):
         ops.packed_linear(**(arguments | changes))  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ def test_what_buffers_held_before_does_not_matter(device: torch.device) -> None:
     (rounds,) = fast._loop._free  # type: ignore[attr-defined]
     with torch.inference_mode():
         for cache in (rounds.cache, rounds.context):
-            for buffer in (cache.k, cache.v):
+            for buffer in (cache.stores[0].k, cache.stores[0].v):
                 buffer.fill_(torch.nan)
             cache.lengths.fill_(cache.capacity)
         for tensor in (rounds.anchors, rounds.starts, rounds.counts, rounds.active):

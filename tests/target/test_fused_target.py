@@ -173,8 +173,8 @@ def test_prefill_in_chunks(name: str, device: torch.device, monkeypatch: pytest.
         features = torch.cat([c.features for c in chunks], 1)
         assert_matches(features, want.features, NEAR)
         assert_matches(chunks[-1].logits[0, 0], want.logits[0, -1], NEAR)
-        assert not cache.k[:, [0, 2]].any()
-        assert not cache.k[:, 1, :, length:].any()
+        assert not cache.stores[0].k[:, [0, 2]].any()
+        assert not cache.stores[0].k[:, 1, :, length:].any()
         more = fast.prefill(prompt_of(9).to(device), cache, 1)
         both = fast.target.encode(torch.cat([ids, prompt_of(9).to(device)], 1))
         assert_matches(more.logits[0, 0], both.logits[0, -1], NEAR)
@@ -196,7 +196,7 @@ def test_what_it_does_to_a_row_is_not_seen_in_another(device: torch.device) -> N
     """NaN in one row, and behind the committed positions of all, stays there."""
     fast, ids = fast_of(model_of("qwen3"), device), prompt_of(12).to(device)
     cache = fast.new_cache(2, 32)
-    for buffer in (cache.k, cache.v):
+    for buffer in (cache.stores[0].k, cache.stores[0].v):
         buffer.fill_(torch.nan)
     fast.prefill(ids, cache, 1)
     cache.lengths[0] = 9
@@ -322,11 +322,11 @@ def test_joined_weights_are_one_product_with_the_same_numbers() -> None:
     own = fast.recognised
     assert own is not None
     before = own.decoder.layers
-    x = torch.randn(20, before[0].qkv.weights[0].shape[1])
-    parts = [(layer.qkv, layer.gate_up) for layer in before]
+    x = torch.randn(20, before[0].mixer.weights()[0].shape[1])
+    parts = [(layer.mixer.qkv, layer.mlp.gate_up) for layer in before]
     want = [part(x) for pair in parts for part in pair]
     own.join_weights()
-    parts = [(layer.qkv, layer.gate_up) for layer in own.decoder.layers]
+    parts = [(layer.mixer.qkv, layer.mlp.gate_up) for layer in own.decoder.layers]
     for part, numbers in zip([part for pair in parts for part in pair], want, strict=True):
         assert joined(part.weights) is not None
         assert_matches(part(x), numbers)

@@ -26,12 +26,14 @@ def skinny_linear(
     return F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
 
 
-def packed_linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out_features: int, format: str
+) -> Tensor:
     """A linear layer from a weight in panels; see `pydflash.ops.packed_linear`."""
     panels, steps, halves, words, outputs, inputs = weight.shape
     rows = weight.permute(0, 2, 4, 1, 3, 5).reshape(panels * halves * outputs, steps * words * inputs)
     plain, wide = widened(rows[:out_features, : x.shape[1]]), widened(x)
-    if scales is None:
+    if scales is None or format != "int8":
         y = wide @ plain.to(wide.dtype).t()
     else:
         largest = wide.abs().amax(1, keepdim=True).clamp_min(1e-30)
