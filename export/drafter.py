@@ -129,7 +129,7 @@ class OnnxDrafter(SharesSession):
         block_size: int | None = None,
         temperature: Any = None,
         seeds: Any = 0,
-        normalizers: Any = None,
+        node_temperature: Any = None,
     ) -> Proposal:
         """Draft one block after each anchor.
 
@@ -141,7 +141,7 @@ class OnnxDrafter(SharesSession):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws; they are those of `pydflash.Drafter`.
-            normalizers: Also fill `log_normalizers` at this temperature, a number above 0 or [B] (DFlash).
+            node_temperature: Also fill `log_normalizers` at this temperature, a number above 0 or [B] (DFlash).
 
         Returns: a `Proposal`.
 
@@ -154,23 +154,23 @@ class OnnxDrafter(SharesSession):
         if not whole(size) or not 1 <= size <= config.block_size:
             raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r}")
         ids = self._ids(anchors, cache.batch, embed)
-        drawn = warmth = None
+        drawn = weighed = None
         if temperature is not None:
-            heat = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
-            drawn = heat, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
-        if normalizers is not None and config.version == 1:
-            warmth = per_row("propose", "normalizers", normalizers, cache.batch, "fiu").astype(np.float32)
-            if not (warmth > 0).all():
-                raise ValueError(f"propose: normalizers must be temperatures above 0, got {warmth.tolist()}")
+            temperatures = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
+            drawn = temperatures, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
+        if node_temperature is not None and config.version == 1:
+            weighed = per_row("propose", "node_temperature", node_temperature, cache.batch, "fiu").astype(np.float32)
+            if not (weighed > 0).all():
+                raise ValueError(f"propose: node_temperature must be above 0, got {weighed.tolist()}")
         starts = np.full(cache.batch, cache.length)
         # Two slots are the fewest that a run has: before 1.31, ONNX Runtime crashes where no slot is left to draft.
         while cache.waiting > CHUNK:
             self._run(ids, cache, 2, CHUNK, embed, [])
         scored = "edge_scores" if config.version == 2 else "cand_scores"
         names = ["draft_ids", "cand_ids", scored]
-        if warmth is not None:
+        if weighed is not None:
             names.append("log_normalizers")
-        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, warmth)
+        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, weighed)
         tokens, candidates, scores, *rest = [x[:, : size - 1] for x in found]
         probs = None
         if drawn is not None:
@@ -198,7 +198,7 @@ class OnnxDrafter(SharesSession):
         return ids.astype(np.int64)
 
     def _run(
-        self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], heat: Any = None
+        self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], temperature: Any = None
     ) -> list[Array]:
         """One step over the next `rows` context rows and a block of `size`; the outputs named."""
         config, batch = self.config, cache.batch
@@ -212,7 +212,7 @@ class OnnxDrafter(SharesSession):
             if config.version == 2:
                 inputs["anchors"] = ids
         if config.version == 1:
-            inputs["temperature"] = np.zeros(batch, np.float32) if heat is None else heat
+            inputs["temperature"] = np.zeros(batch, np.float32) if temperature is None else temperature
         if self.inplace:
             inputs["past_len"] = np.full(batch, cache.held, np.int64)
         else:

@@ -19,7 +19,7 @@ from tiny_models import TINY
 from torch import Tensor
 
 from pydflash import Drafter, DrafterConfig, Speculator, Target, ops
-from pydflash.drafter.module import Proposal
+from pydflash.protocols import Proposal
 
 TAPS = (0, 2)
 PROMPT = [3, 1, 4, 1, 5]

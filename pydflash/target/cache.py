@@ -1,6 +1,6 @@
 """The cache behind the generic target path: attention layers in preallocated buffers, recurrent layers by snapshot.
 
-Everything here relies on `transformers.cache_utils`; `target.py` imports this module when a model is at hand.
+Everything here relies on `transformers.cache_utils`; `generic.py` imports this module when a model is at hand.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class _KVLayer(DynamicLayer):
 @contextmanager
 def borrowed_attention(config: Any, name: str) -> Iterator[None]:
     """A model's attention by the function registered under `name`, for the duration of a forward."""
-    own = config._attn_implementation
+    before = config._attn_implementation
     config._attn_implementation_internal = name  # the property would set it on configs inside this one, too
     try:
         yield
     finally:
-        config._attn_implementation_internal = own
+        config._attn_implementation_internal = before
 
 
 class VerifiedBlock(NamedTuple):
@@ -104,7 +104,7 @@ class TargetCache:
     `length` counts committed positions. A verified block is held in `block` until `Target.commit`.
     """
 
-    def __init__(self, config: Any, plan: Sequence[LayerKind], batch: int, capacity: int) -> None:
+    def __init__(self, config: Any, plan: Sequence[str], batch: int, capacity: int) -> None:
         self.batch = batch
         self.capacity = capacity
         self.block: VerifiedBlock | None = None
@@ -112,8 +112,8 @@ class TargetCache:
         self._extent = _Extent(0, capacity)
         layers: list[Any] = [_KVLayer(self._extent) for _ in plan]
         if any(kind != "attention" for kind in plan):
-            own = DynamicCache(config=config).layers
-            layers = [layers[i] if kind == "attention" else own[i] for i, kind in enumerate(plan)]
+            models = DynamicCache(config=config).layers
+            layers = [layers[i] if kind == "attention" else models[i] for i, kind in enumerate(plan)]
         self._stateful = [layer for layer, kind in zip(layers, plan, strict=True) if kind == "stateful"]
         self.model_cache = DynamicCache()
         self.model_cache.layers = layers

@@ -14,7 +14,7 @@ from ..decoder.stack import Decoder, LayerWeights, Norm, Projection
 from ..ops import backends, reference_fused
 
 if TYPE_CHECKING:
-    from .generic import Target
+    from ..protocols import ModelTarget
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
@@ -40,9 +40,9 @@ class Head:
 class Recognised:
     """A target's decoder with its embedding, its head and its rotary tables, sharing the model's own weights."""
 
-    def __init__(self, target: Target, windows: dict[int, int]) -> None:
+    def __init__(self, target: ModelTarget, windows: dict[int, int]) -> None:
         """windows: the sliding window of each layer, as its attention is told; 0 where it sees everything."""
-        config = target._text_config
+        config = target.facts.text_config
         self.target = target
         self.embed: nn.Module = target.model.get_input_embeddings()
         body = _body(target)
@@ -135,7 +135,7 @@ class Recognised:
         return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
-def _body(target: Target) -> nn.Module:
+def _body(target: ModelTarget) -> nn.Module:
     """The module that holds the list of layers."""
     for module in target.model.modules():
         if any(child is target.layers for child in module.children()):
