@@ -15,6 +15,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def measure(
     rounds = DeviceRounds(parts, batch, context + 512)
     fill(rounds, context)
     slots = paths.rows if drafter is not None else 1
-    whole = replay_ms(rounds._parts[0])
+    whole = replay_ms(rounds.program[0])
     fill(rounds, context)
     model, cache = fast.target.model, rounds.rows.cache
     kept = cache.k[:, :, :, :context].numel() * 2 * 2
@@ -176,7 +177,7 @@ def measure(
     tokens = torch.ones(batch, slots, dtype=torch.int64, device="cuda")
     found["verify_ms"] = graph_ms(lambda: fast.verify(tokens, cache))
     if drafter is not None:
-        found["draft_ms"] = graph_ms(lambda: steps.draft(parts, rounds.rows, size))
+        found["draft_ms"] = graph_ms(partial(steps.draft, parts, rounds.rows, size))
         fill(rounds, context)
         read += nbytes(drafter) + model.get_output_embeddings().weight.nbytes
         if drafter.candidate_selector is not None:  # of the codebooks only some rows are read

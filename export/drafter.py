@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pydflash.checkpoints.config import DrafterConfig, check_target
+from pydflash.protocols import Proposal
 
 from .draft_cache import DraftCache
 from .metadata import DRAFT, SharesSession, dtype_of, named, open_model
@@ -18,24 +19,6 @@ from .walk import walk
 
 Array = NDArray[Any]
 CHUNK = 512  # context rows of one run; a long prompt takes several
-
-
-class Proposal(NamedTuple):
-    """One block of drafts; arrays of the kind that the anchors were.
-
-    Attributes:
-        tokens: [B, S-1] int64, the path.
-        candidates: [B, S-1, K] int64 per slot, best first.
-        probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
-        scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] for DFlash.
-        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits / T, for DFlash and where asked for.
-    """
-
-    tokens: Any
-    candidates: Any
-    probs: Any
-    scores: Any
-    log_normalizers: Any = None
 
 
 class OnnxDrafter(SharesSession):
@@ -143,7 +126,7 @@ class OnnxDrafter(SharesSession):
             seeds: [B] or a number, the key of the draws; they are those of `pydflash.Drafter`.
             node_temperature: Also fill `log_normalizers` at this temperature, a number above 0 or [B] (DFlash).
 
-        Returns: a `Proposal`.
+        Returns: a `Proposal`, of arrays or tensors as the anchors were.
 
         Raises: ValueError if block_size is not 1 .. the trained size, an argument is not what it must be, or `embed`
         is needed.
@@ -175,7 +158,8 @@ class OnnxDrafter(SharesSession):
         probs = None
         if drawn is not None:
             tokens, probs = walk(candidates, scores, *drawn, starts)
-        proposal = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
+        arrays: list[Any] = [tokens, candidates, probs, scores, rest[0] if rest else None]
+        proposal = Proposal(*arrays)
         return as_torch(proposal, anchors.device) if hasattr(anchors, "detach") else proposal
 
     def _check_cache(self, op: str, cache: Any) -> None:
@@ -255,4 +239,5 @@ def per_row(op: str, name: str, value: Any, batch: int, kinds: str) -> Array:
 def as_torch(found: Proposal, device: Any) -> Proposal:
     """The same proposal in torch tensors on a device; only for callers that have torch."""
     torch = sys.modules["torch"]
-    return Proposal(*(None if x is None else torch.from_numpy(x).to(device) for x in found))
+    tensors: list[Any] = [None if x is None else torch.from_numpy(x).to(device) for x in found]
+    return Proposal(*tensors)

@@ -320,3 +320,25 @@ def _call_fault(held: object, wanted: Any) -> str | None:
     except TypeError as error:
         return str(error)
     return None
+
+
+if TYPE_CHECKING:
+    from export.drafter import OnnxDrafter
+    from export.target import OnnxTarget
+
+    from .drafter.module import Drafter
+    from .target.cache import TargetCache
+    from .target.generic import Target
+    from .target.own import OwnTarget, RowCache
+
+    # For mypy: what the package itself has of each kind.
+    def _own_kinds(
+        target: Target, own: OwnTarget, drafter: Drafter, row_cache: RowCache, cache: TargetCache
+    ) -> tuple[ModelTarget, Retappable, RowTarget, ContextStore, SequenceStore, SequenceStore]:
+        return target, target, own, row_cache, row_cache, cache
+
+    def _drafter_kinds(drafter: Drafter) -> tuple[ModuleDrafter, ChoosesOps, NeedsTables, ChecksTarget]:
+        return drafter, drafter, drafter, drafter
+
+    def _exported_kinds(target: OnnxTarget, drafter: OnnxDrafter) -> tuple[TargetLike, DrafterLike, Described]:
+        return target, drafter, drafter

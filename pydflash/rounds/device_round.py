@@ -40,6 +40,7 @@ class DeviceRounds:
         capacity: Positions that a sequence may reach.
         draws: Whether drafts are drawn from the drafter's law; rows of temperature 0 stay greedy.
         pieces: Whether a round stops between verifying and accepting, for logits that are changed on the host.
+        program: What runs a round, one call after the other: two where it is in pieces.
         how: "graph", "eager", or why it is not a graph.
     """
 
@@ -115,7 +116,7 @@ class DeviceRounds:
     def _capture(self) -> str:
         """Capture with no row active, which changes nothing that is ever read."""
         parts = [self._first_piece, self._second_piece] if self.pieces else [self._whole]
-        self._parts: list[Callable[[], Any]] = list(parts)
+        self.program: list[Callable[[], Any]] = list(parts)
         if self.device.type != "cuda":
             return "eager"
         stream = torch.cuda.Stream(self.device)
@@ -137,7 +138,7 @@ class DeviceRounds:
             torch.cuda.synchronize(self.device)
             return f"eager (no graph: {str(error).splitlines()[0]})"
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._parts = [graph.replay for graph in graphs]
+        self.program = [graph.replay for graph in graphs]
         return "graph"
 
     @property
@@ -154,7 +155,7 @@ class DeviceRounds:
     def launch(self, process: Callable[[Tensor, Block], Tensor] | None = None) -> None:
         """Start a round. process: changes the logits [B, S, V] of a block; only where the round is in pieces."""
         with torch.inference_mode(), self.on_device():
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(self.program):
                 if i and process is not None:
                     self._logits.copy_(process(self._logits, self._between[0]))
                 part()

@@ -1,4 +1,4 @@
-"""Targets in place, fused and own: text, logits and features of each family's own forward, and what it refuses or leaves alone."""
+"""Targets in place, fused and own: text, logits and features of each family, and what is refused or left alone."""
 
 from __future__ import annotations
 
