@@ -32,6 +32,7 @@ from .protocols import (
 )
 from .request import Loop
 from .rounds.round import Parts
+from .rounds.turns import Turns, turns_of
 
 TARGET_PATHS = ("auto", "fused", "own", "generic")
 QUANTIZED = ("int8",)
@@ -106,6 +107,11 @@ def fitted_drafter(drafter: DrafterLike, target: TargetLike, backend: str, block
     if backend == "native":
         backends.check_native(drafter.config, block_size)
     return choosing.with_backend(backend), ""
+
+
+def shared_turns(target: TargetLike) -> Turns:
+    """The turns that all Speculators over one model take."""
+    return turns_of(cast("ModelTarget", target).model if offers(target, ModelTarget) else target)
 
 
 def assemble(

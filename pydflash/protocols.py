@@ -163,6 +163,9 @@ class ModelTarget(TargetLike, Protocol):
     def borrow(self, taken: dict[int, Tensor], layer_ids: Iterable[int], /) -> AbstractContextManager[None]:
         """Evaluation mode and taps for one forward of `model`; the outputs of the layers lie in `taken` then."""
 
+    def tap(self, taken: dict[int, Tensor], layer_ids: Iterable[int], /) -> AbstractContextManager[None]:
+        """The taps alone, for a forward of a view of `model`."""
+
     def trial_ids(self, count: int, /) -> Tensor:
         """Token ids [1, at most `count`] for a trial, no special ones among them."""
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, target_of
+from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, shared_turns, target_of
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
 from .ops import backends
 from .protocols import DrafterLike, Refreshable, TargetLike, offers
@@ -56,7 +56,9 @@ class Speculator:
             quantised target: what it would decode by itself, token for token, but not what the model would.
         optimize: "ipex" runs a copy of the target that intel-extension-for-pytorch has changed, on an Intel CPU.
 
-    A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
+    A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once. So may threads,
+    over one Speculator or several of one model: they take turns, round by round, in the order of asking. Nothing is
+    set on the model or its config meanwhile, so its own `generate` may run beside them.
 
     Raises: ValueError or RuntimeError where target, drafter and options do not go together, naming both sides.
     """
@@ -165,8 +167,10 @@ class Speculator:
         return paths
 
     def _set_loop(self, paths: Paths, target_path: str, quantize: str | None) -> None:
-        parts = Parts(self.target, self.drafter, paths, self.block_size, self.draft_sampling, self._backend)
-        self.loop, found = assemble(self.target, self.drafter, parts, target_path, quantize)
+        options = (paths, self.block_size, self.draft_sampling, self._backend)
+        parts = Parts(self.target, self.drafter, *options, shared_turns(self.target))
+        with parts.turns:
+            self.loop, found = assemble(self.target, self.drafter, parts, target_path, quantize)
         self._backends |= found
         if (line := paths.description) is not None:
             self._backends["tree"] = line

@@ -85,7 +85,8 @@ class DeviceLoop:
                     if rounds.ended is not None and accelerator is not None:
                         accelerator.current_stream(rounds.device).wait_event(rounds.ended)
                     return rounds
-        return DeviceRounds(self.parts, batch, capacity, draws=draws, pieces=pieces)
+        with self.parts.turns:
+            return DeviceRounds(self.parts, batch, capacity, draws=draws, pieces=pieces)
 
 
 class DeviceBatch:
@@ -104,7 +105,7 @@ class DeviceBatch:
         pieces = ", in pieces (processors)" if rounds.pieces else ""
         request.stats.backends["round"] = rounds.how + pieces
         begin = time.perf_counter()
-        with torch.inference_mode(), rounds.on_device():
+        with rounds.parts.turns, torch.inference_mode(), rounds.on_device():
             token = self._prefill(row, request)
         self._requests[row], self._first[row] = request, rounds.launched
         request.stats.prefill_seconds = time.perf_counter() - begin
@@ -139,11 +140,12 @@ class DeviceBatch:
     def step(self) -> dict[int, RoundResult]:
         """Launch rounds, and wait for the oldest of those under way."""
         rounds = self.rounds
-        if rounds.pieces:
-            rounds.launch(self._process)
-        else:
-            while rounds.under_way < self._loop.ahead:
-                rounds.launch()
+        with rounds.parts.turns:
+            if rounds.pieces:
+                rounds.launch(self._process)
+            else:
+                while rounds.under_way < self._loop.ahead:
+                    rounds.launch()
         number = rounds.collected
         return {
             row: _result(record)

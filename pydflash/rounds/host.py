@@ -44,7 +44,7 @@ class HostBatch:
             raise ValueError(f"admit: request must take at most {self.positions} positions, got {request.positions}")
         parts, target, ids = self.parts, self.parts.target, request.ids
         begin = time.perf_counter()
-        with torch.inference_mode():
+        with parts.turns, torch.inference_mode():
             starts = torch.full((1,), len(ids) - 1, dtype=torch.int32, device=target.device)
             cache = target.new_cache(1, request.positions + parts.paths.rows)
             prompt = torch.tensor([ids], device=target.device)
@@ -71,7 +71,7 @@ class HostBatch:
 
     def step(self) -> dict[int, RoundResult]:
         """A round of each row that holds a request."""
-        with torch.inference_mode():
+        with self.parts.turns, torch.inference_mode():
             return {row: self._round(*held) for row, held in enumerate(self._rows) if held is not None}
 
     def retire(self, row: int) -> None:

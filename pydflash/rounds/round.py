@@ -17,6 +17,7 @@ from ..ops import reference
 from ..protocols import BlockTarget, DrafterLike, RowTarget, TargetOutput
 from ..sampling import SamplingTensors
 from .paths import Block, Paths
+from .turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Parts:
         block_size: Slots of a drafter's block, anchor included; 1 without a drafter.
         draft_sampling: Whether drafts of sequences at temperature > 0 are drawn from the drafter's law.
         backend: "native" for the compiled ops, "reference" for plain torch.
+        turns: Held for one prompt or one round, by whoever runs the model.
     """
 
     target: BlockTarget
@@ -36,6 +38,7 @@ class Parts:
     block_size: int
     draft_sampling: bool
     backend: str = "native"
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def ops(self) -> ModuleType:

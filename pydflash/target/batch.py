@@ -1,7 +1,7 @@
 """Many sequences at once through a target's own forward: keys and values in place, a length of its own for each row.
 
-Like `cache.py` this is contact with transformers: a cache layer, and an attention function that is borrowed
-for the duration of a forward. Sequences start at position 0 of their row; there is no padding on the left.
+Like `cache.py` this is contact with transformers: a cache layer, and an attention function in a view of the model.
+Sequences start at position 0 of their row; there is no padding on the left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..protocols import ModelTarget
-from .cache import borrowed_attention
+from .view import ModelView
 
 ATTENTION = ("auto", "flash", "dense")
 KEY_STEP = 64  # the dense attention reads a multiple of this many keys
@@ -107,6 +107,7 @@ class BatchForward:
         self.capacity = -(-capacity // KEY_STEP) * KEY_STEP
         self._check_target(capacity)
         transformers.AttentionInterface.register(_NAME, _attend)
+        self._view = ModelView(target, _NAME)
         self._cache = DynamicCache()
         self._layers = [_BatchLayer(rows, self.capacity) for _ in target.facts.layer_kinds]
         self._cache.layers = list(self._layers)
@@ -173,13 +174,8 @@ class BatchForward:
             arguments["logits_to_keep"] = 1
         token = _STEP.set(step)
         try:
-            with (
-                torch.no_grad(),
-                target.borrow({}, ()),
-                borrowed_attention(target.facts.text_config, _NAME),
-                sdpa_kernel(_SDPA),
-            ):
-                logits: Tensor = target.model(input_ids=ids, use_cache=True, **arguments).logits
+            with torch.no_grad(), sdpa_kernel(_SDPA):
+                logits: Tensor = self._view.current()(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
         return logits

@@ -5,8 +5,7 @@ Everything here relies on `transformers.cache_utils`; `generic.py` imports this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -77,17 +76,6 @@ class _KVLayer(DynamicLayer):
                 target.narrow(-2, 0, self._extent.length).copy_(source.narrow(-2, 0, self._extent.length))
         self._buffers = (new[0], new[1])
         self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
-
-
-@contextmanager
-def borrowed_attention(config: Any, name: str) -> Iterator[None]:
-    """A model's attention by the function registered under `name`, for the duration of a forward."""
-    before = config._attn_implementation
-    config._attn_implementation_internal = name  # the property would set it on configs inside this one, too
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
 
 
 class VerifiedBlock(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +30,8 @@ class Target:
     Feature of layer i = the residual stream after decoder layer i (0-based), so `hidden_states[i + 1]` of a forward
     with `output_hidden_states=True`, and the state before the final norm for the last layer.
     The model always runs in evaluation mode without gradients. Modules found in training mode are put back into it
-    after each forward, hooks live only during a forward, and nothing else is ever set on the model.
-    Not for two threads at once on one model. One sequence per cache.
+    after each forward, hooks live only during a forward and act in its thread only, and nothing else is ever set on
+    the model. One sequence per cache.
     """
 
     replaceable: ClassVar[bool] = True
@@ -228,18 +229,26 @@ class Target:
     def borrow(self, taken: dict[int, Tensor], layer_ids: Iterable[int]) -> Iterator[None]:
         """Hooks on the tapped layers and evaluation mode for the duration of one forward, undone whatever happens."""
         training = [module for module in self._modules if module.training]
-        handles = []
         try:
             for module in training:
                 module.training = False
+            with self.tap(taken, layer_ids):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def tap(self, taken: dict[int, Tensor], layer_ids: Iterable[int]) -> Iterator[None]:
+        """Hooks alone. They take what this thread's forward gives, in the model or in a `ModelView` of it."""
+        handles, thread = [], threading.get_ident()
+        try:
             for i in set(layer_ids):
-                handles.append(self.layers[i].register_forward_hook(partial(_take, taken, i)))
+                handles.append(self.layers[i].register_forward_hook(partial(_take, taken, i, thread)))
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for module in training:
-                module.training = True
 
     def _check_tokens(self, op: str, tokens: Tensor, cache: TargetCache, deep: int | None = None) -> None:
         if self.closed:
@@ -333,5 +342,6 @@ class Target:
             self._refuse("attention that takes a tree of slots exactly (path='tree')", fault)
 
 
-def _take(taken: dict[int, Tensor], i: int, module: nn.Module, args: Any, output: Any) -> None:
-    taken[i] = output if isinstance(output, Tensor) else output[0]
+def _take(taken: dict[int, Tensor], i: int, thread: int, module: nn.Module, args: Any, output: Any) -> None:
+    if threading.get_ident() == thread:
+        taken[i] = output if isinstance(output, Tensor) else output[0]

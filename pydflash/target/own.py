@@ -1,7 +1,7 @@
 """A target's own layers with attention in place: preallocated keys and values, nothing on the host, any number of rows.
 
-The model's own forward runs, with attention borrowed through transformers' AttentionInterface. Sequences start at
-position 0 of their row.
+The model's own forward runs, in a view of the model whose attention is ours by transformers' AttentionInterface.
+Sequences start at position 0 of their row.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..decoder.stores import KVCache
 from ..ops import HALF
 from ..protocols import ModelTarget, TargetOutput
 from ..tree import Tree
-from .cache import borrowed_attention
 from .probe import PROBE_TOKENS, rollback_fault, tree_fault
+from .view import ModelView
 
 _NAME = "pydflash_own"
 _PREFILL_ROWS = 2048  # of one forward; fewer in float32, whose attention needs a matrix of scores
@@ -128,6 +128,7 @@ class OwnTarget:
         self.embed_weight, self.hidden_size, self.layer_ids = target.embed_weight, target.hidden_size, target.layer_ids
         self._check_family()
         transformers.AttentionInterface.register(_NAME, _attend)
+        self._view = ModelView(target, _NAME)
         self._model_cache = DynamicCache()
         self._model_cache.layers = [_Layer(i) for i in range(len(target.layers))]
         self._model_cache.layer_class_to_replicate = None
@@ -215,13 +216,8 @@ class OwnTarget:
         taken: dict[int, Tensor] = {}
         token = _STEP.set(step)
         try:
-            with (
-                torch.no_grad(),
-                self.exact_dtype(),
-                target.borrow(taken, target.layer_ids),
-                borrowed_attention(self.facts.text_config, _NAME),
-            ):
-                logits = target.model(input_ids=ids, use_cache=True, **arguments).logits
+            with torch.no_grad(), self.exact_dtype(), target.tap(taken, target.layer_ids):
+                logits = self._view.current()(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
         self.windows = step.windows  # not the step: it would keep the cache of the last forward

@@ -258,7 +258,7 @@ def test_nothing_stays_on_the_model(name: str, device: torch.device, monkeypatch
     model.train()
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
-        assert fast.facts.text_config._attn_implementation != before[3]
+        assert fast.facts.text_config._attn_implementation == before[3]
         raise RuntimeError("broken")
 
     mlp = fast.target.layers[2].mlp
