@@ -47,7 +47,7 @@ class Target:
         self.closed = False
         facts.check_model(model)
         self.facts = facts.facts_of(model)
-        self._modules = list(model.modules())
+        self._all_modules = list(model.modules())
         self.head: nn.Module = facts.find_head(model)
         self.embed_weight = facts.find_embed_weight(model)
         self.layers = facts.find_layers(model, self.facts.text_config.num_hidden_layers)
@@ -228,7 +228,7 @@ class Target:
     @contextmanager
     def borrow(self, taken: dict[int, Tensor], layer_ids: Iterable[int]) -> Iterator[None]:
         """Hooks on the tapped layers and evaluation mode for the duration of one forward, undone whatever happens."""
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self._all_modules if module.training]
         try:
             for module in training:
                 module.training = False
