@@ -281,16 +281,16 @@ class Refreshable(Protocol):
 
 def missing(value: object, protocol: type) -> list[str]:
     """What `value` lacks of a protocol: attributes and methods, and methods that do not take its arguments."""
-    found = []
+    lacking = []
     for name, wanted in _members(protocol).items():
         try:
             held = getattr(value, name)
         except AttributeError:
-            found.append(name)
+            lacking.append(name)
             continue
         if inspect.isfunction(wanted) and (fault := _call_fault(held, wanted)) is not None:
-            found.append(f"{name} ({fault})")
-    return found
+            lacking.append(f"{name} ({fault})")
+    return lacking
 
 
 def offers(value: object, protocol: type) -> bool:

@@ -73,17 +73,17 @@ class Request:
         self.ids += taken
         return Chunk(taken, text)
 
-    def take(self, found: RoundResult) -> Chunk:
+    def take(self, result: RoundResult) -> Chunk:
         """Take in what a round brought, up to where the request ends."""
-        taken, text = self.output.extend(found.tokens)
+        taken, text = self.output.extend(result.tokens)
         self.ids += taken
         stats = self.stats
         # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
-        stats.num_drafted.append(found.deepest if len(taken) == len(found.tokens) else len(taken) - 1)
+        stats.num_drafted.append(result.deepest if len(taken) == len(result.tokens) else len(taken) - 1)
         stats.num_accepted.append(len(taken) - 1)
-        stats.num_verified.append(len(found.block) - 1)
+        stats.num_verified.append(len(result.block) - 1)
         if stats.proposals is not None:
-            stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
+            stats.proposals.append(result.block if result.parents is None else (result.block, result.parents))
         return Chunk(taken, text)
 
     def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
@@ -222,9 +222,9 @@ def run(loop: Loop, requests: Sequence[Request]) -> Generator[list[Chunk], None,
         while not all(request.finished for request in waiting):
             begin = time.perf_counter()
             chunks = {}
-            for row, found in batch.step().items():
+            for row, result in batch.step().items():
                 request = waiting[row]
-                chunks[id(request)] = request.take(found)
+                chunks[id(request)] = request.take(result)
                 request.stats.decode_seconds += time.perf_counter() - begin
                 if request.finished:
                     batch.retire(row)

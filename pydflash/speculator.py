@@ -170,8 +170,8 @@ class Speculator:
         options = (paths, self.block_size, self.draft_sampling, self._backend)
         parts = Parts(self.target, self.drafter, *options, shared_turns(self.target))
         with parts.turns:
-            self.loop, found = assemble(self.target, self.drafter, parts, target_path, quantize)
-        self._backends |= found
+            self.loop, lines = assemble(self.target, self.drafter, parts, target_path, quantize)
+        self._backends |= lines
         if (line := paths.description) is not None:
             self._backends["tree"] = line
 

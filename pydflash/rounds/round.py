@@ -165,7 +165,7 @@ def verify(parts: Parts, rows: Rows, block: Block) -> TargetOutput:
 
 def accept(parts: Parts, block: Block, logits: Tensor, sampling: SamplingTensors, starts: Tensor) -> Accepted:
     """How far the target agrees with the block, by its logits [B, S, V]."""
-    found = parts.ops.reject_sample(
+    accepted = parts.ops.reject_sample(
         logits,
         block.tokens,
         block.parents,
@@ -177,4 +177,4 @@ def accept(parts: Parts, block: Block, logits: Tensor, sampling: SamplingTensors
         sampling.seeds,
         starts,
     )
-    return Accepted(*found)
+    return Accepted(*accepted)
