@@ -140,3 +140,4 @@ def test_a_view_shares_all_but_attention_and_mode(name: str) -> None:
     model.add_module("another", torch.nn.Linear(1, 1))
     assert view.current() is not first
     assert "another" in dict(view.current().named_children())
+    assert not any(module.training for module in view.current().modules())
