@@ -50,7 +50,7 @@ class ModelView:
         vars(view).update(vars(module))
         for config, mine in self._configs:
             vars(view).update({name: mine for name, value in vars(module).items() if value is config})
-        children = module._modules
+        children: dict[str, Any] = vars(module)["_modules"]
         self._children.append((children, [*children.values()]))
         copies = {name: None if child is None else self._copied(child, done) for name, child in children.items()}
         vars(view).update(_modules=copies, training=False)
