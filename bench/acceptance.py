@@ -34,7 +34,7 @@ from pydflash.target.loading import load_tokenizer
 from pydflash.text import encode
 from pydflash.training.build import ABLATION_CONFIG, InputConditionedDrafter
 from pydflash.training.evaluate import bootstrap, paired, replay, sampled_rounds
-from pydflash.training.generate import BatchGenerator, Request
+from pydflash.training.generate import BatchGenerator, BatchRequest
 from pydflash.training.prompts import read_prompts
 
 Text = tuple[torch.Tensor, int]
@@ -57,9 +57,9 @@ def answers(
         max_new_tokens=tokens,
         stop_token_ids=[stops] if isinstance(stops, int) else stops,
     )
-    queue = [Request(key, ids, temperature, number) for number, (key, ids) in enumerate(asked.items())]
+    queue = [BatchRequest(key, ids, temperature, number) for number, (key, ids) in enumerate(asked.items())]
 
-    def take(room: int) -> list[Request]:
+    def take(room: int) -> list[BatchRequest]:
         return [queue.pop() for _ in range(min(room, len(queue)))]
 
     found = {r.request.key: r for part in generator.run(take) for r in part}

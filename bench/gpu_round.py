@@ -15,6 +15,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +28,11 @@ from rich.table import Table
 from pydflash import Drafter, DrafterConfig, Target
 from pydflash.bench.methods import Ends, official_method
 from pydflash.decoder.linear import Projection
-from pydflash.rounds.device_round import DeviceRound
+from pydflash.rounds import round as steps
+from pydflash.rounds.device_round import DeviceRounds
 from pydflash.rounds.paths import Paths
-from pydflash.target.fused import FastTarget
+from pydflash.rounds.round import Parts
+from pydflash.target.fused import FusedTarget
 
 
 class Shape(NamedTuple):
@@ -107,8 +110,9 @@ def build_drafter(shape: Shape, version: int) -> Drafter:
     return drafter
 
 
-def fill(rounds: DeviceRound, context: int) -> None:
-    for cache in (rounds.cache, rounds.context):
+def fill(rounds: DeviceRounds, context: int) -> None:
+    rows = rounds.rows
+    for cache in (rows.cache, rows.context):
         if cache is not None:
             with torch.inference_mode():
                 for store in cache.stores:
@@ -116,14 +120,13 @@ def fill(rounds: DeviceRound, context: int) -> None:
                         layer.normal_()
                 cache.lengths.fill_(context)
     with torch.inference_mode():
-        rounds.starts.fill_(context)
-        rounds.active.fill_(1)
-        rounds.seeds.copy_(torch.arange(rounds.batch))
+        rows.starts.fill_(context)
+        rows.active.fill_(1)
+        rows.sampling.seeds.copy_(torch.arange(rounds.batch))
 
 
-def linears_of(fast: FastTarget, drafter: Drafter | None, rows: int) -> Callable[[], Any]:
+def linears_of(fast: FusedTarget, drafter: Drafter | None, rows: int) -> Callable[[], Any]:
     """All linear layers of a round on `rows` rows, the head included."""
-    assert fast.recognised is not None
     groups: list[Projection] = []
 
     def add(decoder: Any) -> None:
@@ -152,15 +155,16 @@ def nbytes(*modules: torch.nn.Module) -> int:
 
 
 def measure(
-    fast: FastTarget, drafter: Drafter | None, paths: Paths, batch: int, context: int, bandwidth: float, **options: Any
+    fast: FusedTarget, drafter: Drafter | None, paths: Paths, batch: int, context: int, bandwidth: float, **options: Any
 ) -> dict[str, Any]:
     size = options["block_size"]
-    rounds = DeviceRound(fast, drafter, paths, batch, context + 512, **options)
+    parts = Parts(fast, drafter, paths, size if drafter is not None else 1, draft_sampling=False)
+    rounds = DeviceRounds(parts, batch, context + 512)
     fill(rounds, context)
     slots = paths.rows if drafter is not None else 1
-    whole = replay_ms(rounds._parts[0])
+    whole = replay_ms(rounds.program[0])
     fill(rounds, context)
-    model, cache = fast.target.model, rounds.cache
+    model, cache = fast.target.model, rounds.rows.cache
     kept = cache.stores[0].k[:, :, :, :context].numel() * 2 * 2
     read = nbytes(model) - model.get_input_embeddings().weight.nbytes + kept
     found = {
@@ -176,13 +180,13 @@ def measure(
     tokens = torch.ones(batch, slots, dtype=torch.int64, device="cuda")
     found["verify_ms"] = graph_ms(lambda: fast.verify(tokens, cache))
     if drafter is not None:
-        found["draft_ms"] = graph_ms(rounds._draft)
+        found["draft_ms"] = graph_ms(partial(steps.draft, parts, rounds.rows, size))
         fill(rounds, context)
         read += nbytes(drafter) + model.get_output_embeddings().weight.nbytes
         if drafter.candidate_selector is not None:  # of the codebooks only some rows are read
             selector = drafter.candidate_selector
             read -= selector.predecessor_codebook.nbytes + selector.successor_codebook.nbytes
-        own = rounds.context
+        own = rounds.rows.context
         assert own is not None
         kept += own.k[:, :, :, :context].numel() * 2 * 2
         read += own.k[:, :, :, :context].numel() * 2 * 2
@@ -230,7 +234,7 @@ def run(name: str, args: argparse.Namespace, bandwidth: float) -> Rows:
     shape, rows = SHAPES[name], Rows()
     began = time.perf_counter()
     target = build_target(shape)
-    fast = FastTarget(target)
+    fast = FusedTarget(target)
     built = time.perf_counter() - began
     cases = [(1, 512), (1, 4096), (1, 32768), (8, 512), (8, 4096), (8, 32768), (32, 512), (32, 4096)]
     cases = [case for case in cases if case[0] in args.batch and case[1] in args.context]

@@ -39,11 +39,11 @@ def timed(function: Callable[..., Any], clock: dict[str, float], name: str) -> C
 
 def measure(spec: Speculator, prompts: list[str], tokens: int, temperature: float) -> dict[str, Any]:
     clock: dict[str, float] = {}
-    loop = spec._loop
-    assert isinstance(loop, HostLoop)
-    undo = [(loop.target, "verify"), *((loop.drafter, name) for name in ("append_context", "hidden", "logits"))]
+    parts = spec.loop.parts
+    assert isinstance(spec.loop, HostLoop)
+    undo = [(parts.target, "verify"), *((parts.drafter, name) for name in ("append_context", "hidden", "logits"))]
     for owner, name in undo:
-        label = "target" if owner is loop.target else "drafter"
+        label = "target" if owner is parts.target else "drafter"
         object.__setattr__(owner, name, timed(getattr(owner, name), clock, label))
     rounds: list[dict[str, float]] = []
     try:

@@ -22,7 +22,7 @@ from pydflash.target.defaults import GenerationDefaults
 from pydflash.target.generic import Target
 from pydflash.target.loading import load_tokenizer
 from pydflash.training.data import collect_prompts
-from pydflash.training.generate import BatchGenerator, Request, draw
+from pydflash.training.generate import BatchGenerator, BatchRequest, draw
 from pydflash.training.prompts import Chat
 
 
@@ -103,7 +103,7 @@ def check_graphs(target: Target, prompts: list[list[int]], stops: list[int]) -> 
             sampling=SamplingParams(1.0, 0, 1.0, 0.03),
             graphs=graphs,
         )
-        waiting = [Request(i, x, (0.0, 0.8, 1.0)[i % 3], i) for i, x in enumerate(prompts)]
+        waiting = [BatchRequest(i, x, (0.0, 0.8, 1.0)[i % 3], i) for i, x in enumerate(prompts)]
         for responses in generator.run(partial(pop, waiting)):
             found.update({r.request.key: r.ids.tolist() for r in responses})
         texts.append(found)
@@ -113,7 +113,7 @@ def check_graphs(target: Target, prompts: list[list[int]], stops: list[int]) -> 
         raise SystemExit("graphs: nine of ten texts at least must be those of eager steps")
 
 
-def pop(waiting: list[Request], n: int) -> list[Request]:
+def pop(waiting: list[BatchRequest], n: int) -> list[BatchRequest]:
     return [waiting.pop() for _ in range(min(n, len(waiting)))]
 
 
@@ -140,10 +140,10 @@ def measure(
     )
     count = 0
 
-    def take(n: int) -> list[Request]:
+    def take(n: int) -> list[BatchRequest]:
         nonlocal count
         first, count = count, count + n
-        return [Request(i, prompts[i % len(prompts)], (0.0, 0.8, 1.0)[i % 3], i) for i in range(first, first + n)]
+        return [BatchRequest(i, prompts[i % len(prompts)], (0.0, 0.8, 1.0)[i % 3], i) for i in range(first, first + n)]
 
     begun = time.perf_counter()
     marks: list[tuple[float, int, int]] = []

@@ -8,7 +8,7 @@ import torch
 
 from pydflash import Speculator
 from pydflash.checkpoints.smollm2 import ensure_smollm2
-from pydflash.drafter.module import Proposal
+from pydflash.protocols import Proposal
 
 TEXT = "One plus one is two. Two plus two is four. Three plus three is six. Four plus four is eight. "
 

@@ -15,11 +15,17 @@ from .opset import GraphBuilder
 
 
 def choose(
-    g: GraphBuilder, linears: Linears, config: DrafterConfig, weights: Weights, hidden: Any, anchors: Any, heat: Any
+    g: GraphBuilder,
+    linears: Linears,
+    config: DrafterConfig,
+    weights: Weights,
+    hidden: Any,
+    anchors: Any,
+    temperature: Any,
 ) -> None:
     """Outputs of the drafting slots of `hidden` [B, S, H].
 
-    anchors: [B], for the lattice of DFlash 2. heat: [B] float32, the temperature of DFlash's `log_normalizers`.
+    anchors: [B], for the lattice of DFlash 2. temperature: [B] float32, the temperature of DFlash's `log_normalizers`.
     """
     k, size = config.num_candidates, config.hidden_size
     hidden = g.Slice(hidden, [1], [2**62], [1])
@@ -39,21 +45,21 @@ def choose(
         tokens = _lattice(g, linears, config, weights, hidden, anchors, unary, ids)
     else:
         tokens = g.Squeeze(g.Slice(ids, [0], [1], [2]), [2])
-        g.output("log_normalizers", _normalizers(g, config, logits, hidden, heat), np.float32, ["B", "S - 1"])
+        g.output("log_normalizers", _normalizers(g, config, logits, hidden, temperature), np.float32, ["B", "S - 1"])
     g.output("draft_ids", tokens, np.int64, ["B", "S - 1"])
     g.output("cand_ids", ids, np.int64, ["B", "S - 1", k])
     g.output("cand_scores", unary, np.float32, ["B", "S - 1", k])
 
 
-def _normalizers(g: GraphBuilder, config: DrafterConfig, logits: Any, hidden: Any, heat: Any) -> Any:
+def _normalizers(g: GraphBuilder, config: DrafterConfig, logits: Any, hidden: Any, temperature: Any) -> Any:
     """logsumexp of each slot's logits / temperature, 0 where no row has one: it takes a tenth of a step."""
     grid = g.Shape(hidden, start=0, end=2)
 
     def asked() -> Any:
         rows = g.Reshape(_scaled(g, config, logits), g.Concat(grid, [config.draft_vocab_size], axis=0), allowzero=1)
-        return g.ReduceLogSumExp(g.Div(rows, g.Unsqueeze(heat, [1, 2])), [2], keepdims=0)
+        return g.ReduceLogSumExp(g.Div(rows, g.Unsqueeze(temperature, [1, 2])), [2], keepdims=0)
 
-    wanted = g.Greater(g.ReduceMax(heat, keepdims=0), g.constant(np.float32(0)))
+    wanted = g.Greater(g.ReduceMax(temperature, keepdims=0), g.constant(np.float32(0)))
     return g.either(wanted, asked, lambda: g.Expand(g.constant(np.float32(0)), grid))
 
 

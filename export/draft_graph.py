@@ -79,7 +79,7 @@ class _Step(LayerGraph):
         width = len(config.target_layer_ids) * config.target_hidden_size
         features = g.input("target_hidden", self.dtype, ["B", "C", width])
         self._positions(ids if self.options.embed else rows, features)
-        heat = g.input("temperature", np.float32, ["B"]) if config.version == 1 else None
+        temperature = g.input("temperature", np.float32, ["B"]) if config.version == 1 else None
         k_context, v_context = self._context(features)
         x = self._embed(ids) if self.options.embed else rows
         caches = [self._cache(layer) for layer in range(config.num_layers)]
@@ -90,7 +90,7 @@ class _Step(LayerGraph):
         x = self.norm(x, "norm.weight", hidden)
         if self.options.debug_outputs:
             g.output("hidden", x, self.dtype, ["B", "S", hidden])
-        choose(g, self.linears, config, self.weights, x, anchors, heat)
+        choose(g, self.linears, config, self.weights, x, anchors, temperature)
 
     # --- inputs -----------------------------------------------------------------------------------------------
 

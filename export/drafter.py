@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pydflash.checkpoints.config import DrafterConfig, check_target
+from pydflash.protocols import Proposal
 
 from .draft_cache import DraftCache
 from .metadata import DRAFT, SharesSession, dtype_of, named, open_model
@@ -18,24 +19,6 @@ from .walk import walk
 
 Array = NDArray[Any]
 CHUNK = 512  # context rows of one run; a long prompt takes several
-
-
-class Proposal(NamedTuple):
-    """One block of drafts; arrays of the kind that the anchors were.
-
-    Attributes:
-        tokens: [B, S-1] int64, the path.
-        candidates: [B, S-1, K] int64 per slot, best first.
-        probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
-        scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] for DFlash.
-        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits / T, for DFlash and where asked for.
-    """
-
-    tokens: Any
-    candidates: Any
-    probs: Any
-    scores: Any
-    log_normalizers: Any = None
 
 
 class OnnxDrafter(SharesSession):
@@ -129,7 +112,7 @@ class OnnxDrafter(SharesSession):
         block_size: int | None = None,
         temperature: Any = None,
         seeds: Any = 0,
-        normalizers: Any = None,
+        node_temperature: Any = None,
     ) -> Proposal:
         """Draft one block after each anchor.
 
@@ -141,9 +124,9 @@ class OnnxDrafter(SharesSession):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws; they are those of `pydflash.Drafter`.
-            normalizers: Also fill `log_normalizers` at this temperature, a number above 0 or [B] (DFlash).
+            node_temperature: Also fill `log_normalizers` at this temperature, a number above 0 or [B] (DFlash).
 
-        Returns: a `Proposal`.
+        Returns: a `Proposal`, of arrays or tensors as the anchors were.
 
         Raises: ValueError if block_size is not 1 .. the trained size, an argument is not what it must be, or `embed`
         is needed.
@@ -154,28 +137,29 @@ class OnnxDrafter(SharesSession):
         if not whole(size) or not 1 <= size <= config.block_size:
             raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r}")
         ids = self._ids(anchors, cache.batch, embed)
-        drawn = warmth = None
+        drawn = weighed = None
         if temperature is not None:
-            heat = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
-            drawn = heat, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
-        if normalizers is not None and config.version == 1:
-            warmth = per_row("propose", "normalizers", normalizers, cache.batch, "fiu").astype(np.float32)
-            if not (warmth > 0).all():
-                raise ValueError(f"propose: normalizers must be temperatures above 0, got {warmth.tolist()}")
+            temperatures = per_row("propose", "temperature", temperature, cache.batch, "fiu").astype(np.float32)
+            drawn = temperatures, per_row("propose", "seeds", seeds, cache.batch, "iu").astype(np.int64)
+        if node_temperature is not None and config.version == 1:
+            weighed = per_row("propose", "node_temperature", node_temperature, cache.batch, "fiu").astype(np.float32)
+            if not (weighed > 0).all():
+                raise ValueError(f"propose: node_temperature must be above 0, got {weighed.tolist()}")
         starts = np.full(cache.batch, cache.length)
         # Two slots are the fewest that a run has: before 1.31, ONNX Runtime crashes where no slot is left to draft.
         while cache.waiting > CHUNK:
             self._run(ids, cache, 2, CHUNK, embed, [])
         scored = "edge_scores" if config.version == 2 else "cand_scores"
         names = ["draft_ids", "cand_ids", scored]
-        if warmth is not None:
+        if weighed is not None:
             names.append("log_normalizers")
-        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, warmth)
+        found = self._run(ids, cache, max(size, 2), cache.waiting, embed, names, weighed)
         tokens, candidates, scores, *rest = [x[:, : size - 1] for x in found]
         probs = None
         if drawn is not None:
             tokens, probs = walk(candidates, scores, *drawn, starts)
-        proposal = Proposal(tokens, candidates, probs, scores, rest[0] if rest else None)
+        arrays: list[Any] = [tokens, candidates, probs, scores, rest[0] if rest else None]
+        proposal = Proposal(*arrays)
         return as_torch(proposal, anchors.device) if hasattr(anchors, "detach") else proposal
 
     def _check_cache(self, op: str, cache: Any) -> None:
@@ -198,7 +182,7 @@ class OnnxDrafter(SharesSession):
         return ids.astype(np.int64)
 
     def _run(
-        self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], heat: Any = None
+        self, ids: Array, cache: DraftCache, size: int, rows: int, embed: Any, names: list[str], temperature: Any = None
     ) -> list[Array]:
         """One step over the next `rows` context rows and a block of `size`; the outputs named."""
         config, batch = self.config, cache.batch
@@ -212,7 +196,7 @@ class OnnxDrafter(SharesSession):
             if config.version == 2:
                 inputs["anchors"] = ids
         if config.version == 1:
-            inputs["temperature"] = np.zeros(batch, np.float32) if heat is None else heat
+            inputs["temperature"] = np.zeros(batch, np.float32) if temperature is None else temperature
         if self.inplace:
             inputs["past_len"] = np.full(batch, cache.held, np.int64)
         else:
@@ -255,4 +239,5 @@ def per_row(op: str, name: str, value: Any, batch: int, kinds: str) -> Array:
 def as_torch(found: Proposal, device: Any) -> Proposal:
     """The same proposal in torch tensors on a device; only for callers that have torch."""
     torch = sys.modules["torch"]
-    return Proposal(*(None if x is None else torch.from_numpy(x).to(device) for x in found))
+    tensors: list[Any] = [None if x is None else torch.from_numpy(x).to(device) for x in found]
+    return Proposal(*tensors)

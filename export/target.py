@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pydflash.protocols import TargetOutput
 
 from .metadata import POSITIONS, TARGET, SharesSession, named, open_model
 from .target_cache import BufferCache
@@ -16,13 +18,6 @@ from .target_cache import BufferCache
 Array = NDArray[Any]
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "max_position_embeddings")
 CHUNK = 512  # tokens of one run; a long prompt takes several
-
-
-class Output(NamedTuple):
-    """logits [1, N, V]; features [1, S, F * H], or None without tapped layers."""
-
-    logits: Any
-    features: Any
 
 
 class GenerationConfig:
@@ -143,7 +138,7 @@ class OnnxTarget(SharesSession):
             raise ValueError(f"new_cache: batch must be 1 and capacity at least 1, got {batch!r} and {capacity!r}")
         return BufferCache(self.num_layers, self._sizes["num_kv_heads"], self._sizes["head_dim"])
 
-    def prefill(self, ids: Any, cache: BufferCache) -> Output:
+    def prefill(self, ids: Any, cache: BufferCache) -> TargetOutput:
         """Run the next tokens [1, P] and commit them: logits [1, 1, V] of the last, features [1, P, F * H]."""
         tokens = self._tokens("prefill", ids, cache)
         features: list[Array] = []
@@ -154,7 +149,7 @@ class OnnxTarget(SharesSession):
             features += [] if found is None else [found]
         return self._output(logits, np.concatenate(features, 1) if features else None)
 
-    def verify(self, tokens: Any, cache: BufferCache, tree: Any = None) -> Output:
+    def verify(self, tokens: Any, cache: BufferCache, tree: Any = None) -> TargetOutput:
         """Run a block [1, S] without committing it: logits [1, S, V] and features; `commit` must follow."""
         ids = self._tokens("verify", tokens, cache, None if tree is None else int(tree.depths.max()) + 1)
         slots = ids.shape[1]
@@ -205,9 +200,9 @@ class OnnxTarget(SharesSession):
             )
         return ids.astype(np.int64)
 
-    def _output(self, logits: Array, features: Array | None) -> Output:
+    def _output(self, logits: Array, features: Array | None) -> TargetOutput:
         torch = sys.modules["torch"]
-        return Output(torch.from_numpy(logits), None if features is None else torch.from_numpy(features))
+        return TargetOutput(torch.from_numpy(logits), None if features is None else torch.from_numpy(features))
 
 
 def _object_in(file: Path) -> dict[str, Any]:

@@ -39,13 +39,13 @@ def uniform(seeds: Array, positions: Array, slot: int) -> Array:
     return (counter[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def walk(candidates: Array, scores: Array, heat: Array, seeds: Array, starts: Array) -> tuple[Array, Array]:
+def walk(candidates: Array, scores: Array, temperature: Array, seeds: Array, starts: Array) -> tuple[Array, Array]:
     """Draw a path: each token from softmax(score / T) over the candidates of its slot.
 
     Args:
         candidates: [B, S-1, K] ids.
         scores: [B, S-1, K, K] (previous candidate, candidate) or [B, S-1, K] where slots are independent.
-        heat: [B] float32; rows at 0 take the best.
+        temperature: [B] float32; rows at 0 take the best.
         seeds, starts: [B] int64, the key and the anchor's position.
 
     Returns: tokens [B, S-1] int64, and q [B, S-1, K] float32, the law each was drawn from.
@@ -54,20 +54,20 @@ def walk(candidates: Array, scores: Array, heat: Array, seeds: Array, starts: Ar
     rows, index = np.arange(batch), np.zeros(batch, np.int64)
     tokens = np.empty((batch, slots), np.int64)
     probs = np.empty((batch, slots, k), np.float32)
-    warm = np.maximum(heat, np.finfo(np.float32).tiny)[:, None]
+    divisor = np.maximum(temperature, np.finfo(np.float32).tiny)[:, None]
     for slot in range(slots):
         row = scores[rows, slot, index] if scores.ndim == 4 else scores[:, slot]
         row = np.where(np.isnan(row), -np.inf, row)
         top = row.max(-1, keepdims=True)
         with np.errstate(over="ignore", invalid="ignore"):  # towards -inf, whose weight is 0
-            weights = np.where(row == top, np.float32(1), np.exp((row - top) / warm))
+            weights = np.where(row == top, np.float32(1), np.exp((row - top) / divisor))
         weights[top[:, 0] == -np.inf, 1:] = 0  # nothing but NaN and -inf: certain of the first
         cumulative = np.cumsum(weights, -1, dtype=np.float32)
         threshold = uniform(seeds, starts, slot + 1) * cumulative[:, -1]
         last = k - 1 - (weights > 0)[:, ::-1].argmax(-1)
         drawn = np.minimum((cumulative <= threshold[:, None]).sum(-1), last)
-        index = np.where(heat > 0, drawn, row.argmax(-1))
+        index = np.where(temperature > 0, drawn, row.argmax(-1))
         greedy = np.eye(k, dtype=np.float32)[index]
-        probs[:, slot] = np.where((heat > 0)[:, None], weights / weights.sum(-1, keepdims=True), greedy)
+        probs[:, slot] = np.where((temperature > 0)[:, None], weights / weights.sum(-1, keepdims=True), greedy)
         tokens[:, slot] = candidates[rows, slot, index]
     return tokens, probs

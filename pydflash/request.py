@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .sampling import SamplingParams
+from .sampling import SamplingParams, SamplingTensors
 from .stats import Stats
 from .text import Output
 
@@ -45,57 +44,47 @@ class Chunk:
 
 @dataclass(slots=True)
 class Request:
-    """One sequence: what is committed, what the drafter still has to be told, and how the target is sampled.
+    """One sequence: its text so far, how the target is sampled, and where it ends.
 
     Attributes:
         ids: Prompt and emitted tokens; the last one is the anchor.
-        state: What the loop that runs it keeps for it.
+        params, sampling: The sampling parameters, and the same with the seed as tensors [1] on the target's device.
     """
 
     ids: list[int]
     params: SamplingParams
-    seeds: Tensor
+    sampling: SamplingTensors
     processors: Sequence[LogitsProcessor]
     output: Output
     stats: Stats
-    state: Any = None
 
-    def take(self, found: Round) -> Chunk:
+    @property
+    def positions(self) -> int:
+        """The most that prompt and new tokens may take."""
+        return len(self.ids) + self.output.limit - len(self.output.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    def begin(self, tokens: Sequence[int]) -> Chunk:
+        """Take in the tokens that the prompt brought."""
+        taken, text = self.output.extend(tokens)
+        self.ids += taken
+        return Chunk(taken, text)
+
+    def take(self, result: RoundResult) -> Chunk:
         """Take in what a round brought, up to where the request ends."""
-        taken, text = self.output.extend(found.tokens)
+        taken, text = self.output.extend(result.tokens)
         self.ids += taken
         stats = self.stats
         # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
-        stats.num_drafted.append(found.deepest if len(taken) == len(found.tokens) else len(taken) - 1)
+        stats.num_drafted.append(result.deepest if len(taken) == len(result.tokens) else len(taken) - 1)
         stats.num_accepted.append(len(taken) - 1)
-        stats.num_verified.append(len(found.block) - 1)
+        stats.num_verified.append(len(result.block) - 1)
         if stats.proposals is not None:
-            stats.proposals.append(found.block if found.parents is None else (found.block, found.parents))
+            stats.proposals.append(result.block if result.parents is None else (result.block, result.parents))
         return Chunk(taken, text)
-
-    def accept(
-        self,
-        ops: ModuleType,
-        logits: Tensor,
-        tokens: Tensor,
-        parents: Tensor | None,
-        q: tuple[Tensor, Tensor] | None,
-        starts: Tensor | int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`reject_sample` of a block [1, S], with this request's processors, parameters and seed."""
-        params = self.params
-        return ops.reject_sample(
-            self.process(logits, tokens, parents),
-            tokens,
-            parents,
-            q,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            self.seeds,
-            starts,
-        )
 
     def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
         """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position.
@@ -121,8 +110,8 @@ class Request:
         return torch.stack(rows, 1)
 
 
-class Round(NamedTuple):
-    """What one round verified and brought.
+class RoundResult(NamedTuple):
+    """What one round verified and brought for one sequence.
 
     Attributes:
         block: Verified tokens, the anchor first.
@@ -137,15 +126,42 @@ class Round(NamedTuple):
     tokens: list[int]
 
 
+class Batch(Protocol):
+    """Rows that run together. Each is free, or holds a request from `admit` to `retire`; rows do not affect each other.
+
+    Whoever runs it gives tokens to the requests (`Request.begin` and `take`) and retires those that are finished.
+    """
+
+    def admit(self, row: int, request: Request) -> list[int]:
+        """Run a prompt into a free row, while the other rows are between two rounds; returns its first tokens.
+
+        Raises: ValueError where the row is not free, or the request is not what the batch was opened for.
+        """
+
+    def step(self) -> dict[int, RoundResult]:
+        """One round of the rows that hold a request; where rounds run ahead, a new row may first come a step later."""
+
+    def retire(self, row: int) -> None:
+        """Free a row; it may be admitted to again."""
+
+    def close(self) -> None:
+        """End the batch, finished or not. No other call may follow."""
+
+
 class Loop(Protocol):
-    """Runs the requests of a batch, at most `most_rows`; the host's loop and the device's are two."""
+    """Decides when rounds run: the host's loop sees every round before the next, the device's loop runs ahead of it.
+
+    most_rows: Rows of the largest batch that pays. parts: The `pydflash.rounds.round.Parts` of its rounds.
+    """
 
     most_rows: int
+    parts: Any
 
-    def begin(self, requests: Sequence[Request]) -> list[list[int]]: ...
-    def step(self, requests: Sequence[Request]) -> list[Round]: ...
-    def retire(self, requests: Sequence[Request], row: int) -> None: ...
-    def end(self, requests: Sequence[Request]) -> None: ...
+    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> Batch:
+        """A batch of `rows` free rows of up to `positions` positions each, prompt and new tokens together.
+
+        draws: Whether requests of temperature > 0 may come; processors: whether ones with logits processors may.
+        """
 
 
 class Stream:
@@ -187,32 +203,31 @@ def _chunks(request: Request, loop: Loop) -> Iterator[Chunk]:
 
 def run(loop: Loop, requests: Sequence[Request]) -> Generator[list[Chunk], None, None]:
     """Run a batch to its end: the chunk of each request, round by round, empty for those that are finished."""
-    waiting = [request for request in requests if request.output.finish_reason is None]
+    waiting = [request for request in requests if not request.finished]
     if not waiting:
         return
+    batch = loop.open(
+        len(waiting),
+        max(request.positions for request in waiting),
+        draws=any(not request.params.greedy for request in waiting),
+        processors=any(request.processors for request in waiting),
+    )
     try:
-        with torch.inference_mode():
-            first = loop.begin(waiting)
         chunks = {}
-        for row, (request, tokens) in enumerate(zip(waiting, first, strict=True)):
-            taken, text = request.output.extend(tokens)
-            request.ids += taken
-            chunks[id(request)] = Chunk(taken, text)
-            if request.output.finish_reason is not None:
-                loop.retire(waiting, row)
+        for row, request in enumerate(waiting):
+            chunks[id(request)] = request.begin(batch.admit(row, request))
+            if request.finished:
+                batch.retire(row)
         yield [chunks.get(id(request), Chunk([], "")) for request in requests]
-        while any(request.output.finish_reason is None for request in waiting):
+        while not all(request.finished for request in waiting):
             begin = time.perf_counter()
-            with torch.inference_mode():
-                rounds = loop.step(waiting)
             chunks = {}
-            for row, (request, found) in enumerate(zip(waiting, rounds, strict=True)):
-                if request.output.finish_reason is not None:
-                    continue
-                chunks[id(request)] = request.take(found)
+            for row, result in batch.step().items():
+                request = waiting[row]
+                chunks[id(request)] = request.take(result)
                 request.stats.decode_seconds += time.perf_counter() - begin
-                if request.output.finish_reason is not None:
-                    loop.retire(waiting, row)
+                if request.finished:
+                    batch.retire(row)
             yield [chunks.get(id(request), Chunk([], "")) for request in requests]
     finally:
-        loop.end(waiting)
+        batch.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-MOST_HEAT = 1e30  # above it, float32 arithmetic on logits / temperature means nothing
+MOST_TEMPERATURE = 1e30  # above it, float32 arithmetic on logits / temperature means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,10 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= high:
                 raise ValueError(f"sampling: {name} must be a number from 0 to {high:g}, got {value!r}")
             object.__setattr__(self, name, float(value))
-        if self.temperature > MOST_HEAT:
-            raise ValueError(f"sampling: temperature must be finite, at most {MOST_HEAT:g}, got {self.temperature!r}")
+        if self.temperature > MOST_TEMPERATURE:
+            raise ValueError(
+                f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {self.temperature!r}"
+            )
         if self.top_p == 0:
             raise ValueError("sampling: top_p must be above 0, got 0")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or self.top_k < 0:
@@ -64,8 +67,8 @@ class SamplingParams:
         A config that does not sample (`do_sample` false or absent) gives temperature 0.
         """
         if temperature is None:
-            own = defaults.get("temperature")
-            temperature = 0.0 if not defaults.get("do_sample") else 1.0 if own is None else own
+            stated = defaults.get("temperature")
+            temperature = 0.0 if not defaults.get("do_sample") else 1.0 if stated is None else stated
         if top_k is None:
             top_k = defaults.get("top_k") or 0
         if top_p is None:
@@ -73,6 +76,43 @@ class SamplingParams:
         if min_p is None:
             min_p = defaults.get("min_p") or 0.0
         return cls(temperature, top_k, top_p, min_p)
+
+
+class SamplingTensors(NamedTuple):
+    """How B sequences are sampled, one entry each: from a request to the kernels (`path_select`, `reject_sample`).
+
+    Attributes:
+        temperature, top_p, min_p: [B] float32, as in `SamplingParams`.
+        top_k: [B] int32.
+        seeds: [B] int64, the key of every draw.
+        node_temperature: [B] float32, at which paths and nodes of a tree are weighed: the temperature, 1 where greedy.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    node_temperature: Tensor
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int, device: torch.device | str | None = None) -> SamplingTensors:
+        """One sequence's. seed: 64 bits, signed."""
+        temperatures = torch.tensor([[params.temperature], [params.top_p], [params.min_p], [params.temperature or 1.0]])
+        temperature, top_p, min_p, node_temperature = temperatures.to(device)
+        top_k = torch.tensor([params.top_k], dtype=torch.int32, device=device)
+        return cls(temperature, top_k, top_p, min_p, torch.tensor([seed], device=device), node_temperature)
+
+    @classmethod
+    def greedy(cls, batch: int, device: torch.device) -> SamplingTensors:
+        """Room for `batch` sequences."""
+        one = cls.of(SamplingParams(), 0, device)
+        return cls(*(value.repeat(batch) for value in one))
+
+    def put(self, row: int, other: SamplingTensors) -> None:
+        """Make a row what the only one of `other` is, in place."""
+        for mine, its in zip(self, other, strict=True):
+            mine[row : row + 1].copy_(its)
 
 
 def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:

@@ -2,83 +2,70 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 import inspect
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, shared_turns, target_of
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
-from .drafter.module import Drafter, Proposal
 from .ops import backends
+from .protocols import DrafterLike, Refreshable, TargetLike, offers
 from .request import LogitsProcessor, Request, Stream, generation, run
-from .rounds.choose import choose_loop
 from .rounds.paths import PATHS, Paths
-from .sampling import SamplingParams, row_seeds
+from .rounds.round import Parts
+from .sampling import SamplingParams, SamplingTensors, row_seeds
 from .stats import Stats
 from .target.defaults import GenerationDefaults
-from .target.generic import Target
 from .target.loading import tokenizer_or_none
 from .text import Output, Prompt, encode, split_prompts, token_ids_of
-
-
-class DrafterLike(Protocol):
-    """What the loop needs of a drafter; `pydflash.Drafter` and the ONNX Runtime drafter both are one."""
-
-    config: Any
-
-    def new_cache(self, batch: int, capacity: int) -> Any: ...
-    def append_context(self, features: Tensor, cache: Any, counts: Tensor | None = None) -> None: ...
-    def propose(
-        self,
-        anchors: Tensor,
-        cache: Any,
-        *,
-        embed: Any = None,
-        head: Any = None,
-        block_size: int | None = None,
-        temperature: Any = None,
-        seeds: Any = 0,
-    ) -> Proposal: ...
 
 
 class Speculator:
     """Lossless speculative decoding of a target with a drafter; plain decoding where the drafter is None.
 
     Args:
-        model: A transformers causal LM, a `Target`, or a `pydflash.export.OnnxTarget`.
-        drafter: A `Drafter`, anything with its three methods (a `pydflash.export.OnnxDrafter`), or None.
+        model: A transformers causal LM, or what offers `pydflash.protocols.TargetLike`: a `Target`, a
+            `pydflash.export.OnnxTarget`, your own.
+        drafter: What offers `pydflash.protocols.DrafterLike`: a `Drafter`, a `pydflash.export.OnnxDrafter`, your own;
+            or None.
         tokenizer: Needed for text in and text out; token ids work without.
         block_size: Slots per block, anchor included, at most the trained size (the default).
         path: How drafts are chosen from the lattice: "walk", "viterbi" (its most probable path), or "tree" (its
             most probable nodes, verified in one forward; for targets with attention only).
-        num_nodes: Drafts in a tree, 1 to 63, or "auto" (the default) to choose by what verifying them takes.
+        num_nodes: Drafts in a tree, 1 to 63, or "auto" (the default): of a few sizes the one with the most expected
+            tokens per second, by what a round of each takes here. The host's loop chooses in every round, by that
+            round's probabilities; the device's once, by what trees typically bring. `stats.backends["tree"]` says.
         draft_sampling: At temperature > 0, whether drafts are sampled and accepted with the drafter's law q, or
             are the best ones and accepted where the target draws the same token. Default: sampled for DFlash 2,
             whose walk is coherent; not for DFlash, whose slots know nothing of each other. A tree has the sampled
             walk as its trunk.
-        backend: "auto" or "native" for the compiled ops, "reference" for plain torch on any device.
-        target_path: "fast" runs whole rounds on the device, batches too, in one CUDA graph where there is CUDA, for
-            targets of standard attention; "generic" runs any target through its own cache, a sequence at a time.
-            "auto" is fast on a GPU where the target can, else generic, on a CPU with packed copies of the weights where
-            layers are of the common form; `stats.backends` says which, and why.
+        backend: "native" runs the compiled ops, and is refused where there are none for the device. "reference" runs
+            their definitions in plain torch, on any device. "auto" is "native".
+        target_path: Which code runs the target's blocks. "fused": our decoder, for layers of the common form. "own":
+            the model's own layers, with attention in place. "generic": the model's own layers through its own cache.
+            "auto": the first of these that can, on a CPU fused or generic; `stats.backends["target"]` says which, and
+            why. Fused and own targets run whole rounds on the device, lists of prompts as one batch, on a GPU (in one
+            CUDA graph where there is CUDA), and on a CPU where they are asked for by name; the host runs all others,
+            a round of one sequence at a time.
         quantize: "int8" packs the weights of target and drafter into 8 bits, on a CPU. The text is then that of the
             quantised target: what it would decode by itself, token for token, but not what the model would.
         optimize: "ipex" runs a copy of the target that intel-extension-for-pytorch has changed, on an Intel CPU.
 
-    A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once.
+    A Speculator keeps nothing between requests: streams may be abandoned, and several may run at once. So may threads,
+    over one Speculator or several of one model: they take turns, round by round, in the order of asking. Nothing is
+    set on the model or its config meanwhile, so its own `generate` may run beside them.
 
     Raises: ValueError or RuntimeError where target, drafter and options do not go together, naming both sides.
     """
 
     def __init__(
         self,
-        model: nn.Module | Target,
+        model: nn.Module | TargetLike,
         drafter: DrafterLike | None,
         tokenizer: Any = None,
         *,
@@ -91,22 +78,11 @@ class Speculator:
         quantize: str | None = None,
         optimize: str | None = None,
     ) -> None:
-        if drafter is not None and not all(hasattr(drafter, name) for name in ("config", "new_cache", "propose")):
-            raise ValueError(
-                f"Speculator: drafter must be a Drafter or None, got {drafter!r}; a folder or hub id loads "
-                "with Drafter.from_pretrained"
-            )
-        layer_ids = () if drafter is None else drafter.config.target_layer_ids
-        target: Any
-        if isinstance(model, Target):
-            target = model if tuple(model.layer_ids) == tuple(layer_ids) else Target(model.model, layer_ids)
-        elif hasattr(model, "verify"):
-            target = self._check_foreign(model, drafter)
-        else:
-            target = Target(model, layer_ids)
-        if optimize is not None:
-            target = _optimized(target, optimize)
-        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        if drafter is not None:
+            check_drafter(drafter)
+        target = target_of(model, drafter, optimize)
+        self.target: TargetLike = target
+        self.drafter, self.tokenizer = drafter, tokenizer
         self._backend = "reference" if backend == "reference" else "native"
         self._defaults()  # refuses what a generation config asks for in vain
         backend_name = backends.choose(backend, target.device.type)
@@ -121,8 +97,7 @@ class Speculator:
         if drafter is None:
             if path in PATHS[1:]:
                 raise ValueError(f"Speculator: path must be 'walk' where drafter is None, got {path!r}")
-            self._paths = Paths(path, num_nodes, 0, 1)
-            self._set_loop(target_path, quantize)
+            self._set_loop(Paths(path, num_nodes, 0, 1), target_path, quantize)
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
@@ -131,26 +106,10 @@ class Speculator:
                 f"Speculator: block_size must be 1 to {config.block_size} (as the drafter was trained), "
                 f"got {block_size!r}"
             )
-        self._paths = self._choose_paths(path, num_nodes, draft_sampling)
-        if (check := getattr(drafter, "check_target", None)) is not None:
-            check(
-                hidden_size=target.hidden_size,
-                num_layers=target.num_layers,
-                vocab_size=target.vocab_size,
-                embedding_rows=target.embed_weight.shape[0],
-            )
-        if isinstance(drafter, Drafter):
-            if drafter.device != target.device:
-                raise ValueError(f"Speculator: the drafter must be on {target.device}, got {drafter.device}")
-            if self._backend == "native":
-                backends.check_native(config, self.block_size)
-            if drafter.backend != self._backend:
-                self.drafter = copy.copy(drafter)  # shares the weights; another Speculator may hold the original
-                self.drafter.backend = self._backend
-            self._backends["drafter"] = backend_name
-        else:
-            self._backends["drafter"] = getattr(drafter, "description", type(drafter).__name__)
-        self._set_loop(target_path, quantize)
+        paths = self._choose_paths(path, num_nodes, draft_sampling)
+        self.drafter, line = fitted_drafter(drafter, target, self._backend, self.block_size)
+        self._backends["drafter"] = line or backend_name
+        self._set_loop(paths, target_path, quantize)
 
     @classmethod
     def from_pretrained(
@@ -177,36 +136,24 @@ class Speculator:
         target = target_source(target, "Speculator")
         if (Path(target) / "target.json").is_file():
             check_onnx_keywords(keywords)
-            models = _on_onnx_runtime(target, drafter, device, dtype)
+            models = exported_pair(target, drafter, device, dtype)
             return cls(*models, tokenizer_or_none(target), **keywords.options)
-        exported = drafter is not None and (Path(drafter) / "draft.json").is_file()
-        loaded: Any = None
-        if exported:
+        from .drafter.module import Drafter
+        from .target.generic import Target
+
+        loaded: DrafterLike | None = None
+        module: Drafter | None = None
+        if drafter is not None and (Path(drafter) / "draft.json").is_file():
             from .export import OnnxDrafter
 
             loaded = OnnxDrafter(str(drafter), threads=torch.get_num_threads())
         elif drafter is not None:
-            loaded = Drafter.from_pretrained(drafter, **keywords.drafter)
+            loaded = module = Drafter.from_pretrained(drafter, **keywords.drafter)
         layer_ids = () if loaded is None else loaded.config.target_layer_ids
         model = Target.from_pretrained(target, layer_ids=layer_ids, device=device, dtype=dtype, **keywords.target)
-        if isinstance(loaded, Drafter):
-            loaded = loaded.to(device=model.device, dtype=model.dtype)
+        if module is not None:
+            loaded = module.to(device=model.device, dtype=model.dtype)
         return cls(model, loaded, tokenizer_or_none(target, **keywords.tokenizer), **keywords.options)
-
-    @staticmethod
-    def _check_foreign(target: Any, drafter: DrafterLike | None) -> Any:
-        """A target with the methods of `Target` that is none: one on ONNX Runtime, whose tables are in its graph."""
-        if isinstance(drafter, Drafter):
-            raise ValueError(
-                f"Speculator: drafter must be an exported one beside a {type(target).__name__}, got a Drafter"
-            )
-        wanted = () if drafter is None else tuple(drafter.config.target_layer_ids)
-        if drafter is not None and tuple(target.layer_ids) != wanted:
-            raise ValueError(
-                f"Speculator: the target must give the features of layers {list(wanted)} (target_layer_ids), "
-                f"got {list(target.layer_ids)}"
-            )
-        return target
 
     def _choose_paths(self, path: str, num_nodes: int | str | None, draft_sampling: bool | None) -> Paths:
         config = self.drafter.config if self.drafter is not None else None
@@ -219,14 +166,28 @@ class Speculator:
         self.draft_sampling = walks if draft_sampling is None else draft_sampling
         return paths
 
-    def _set_loop(self, target_path: str, quantize: str | None) -> None:
-        options = (self._backend, self._paths, self.block_size, self.draft_sampling)
-        self._loop, found = choose_loop(self.target, self.drafter, *options, target_path=target_path, quantize=quantize)
-        self._backends |= found
+    def _set_loop(self, paths: Paths, target_path: str, quantize: str | None) -> None:
+        options = (paths, self.block_size, self.draft_sampling, self._backend)
+        parts = Parts(self.target, self.drafter, *options, shared_turns(self.target))
+        with parts.turns:
+            self.loop, lines = assemble(self.target, self.drafter, parts, target_path, quantize)
+        self._backends |= lines
+        if (line := paths.description) is not None:
+            self._backends["tree"] = line
 
     def _defaults(self) -> GenerationDefaults:
         """What the target's generation config asks for now; users change it between requests."""
         return GenerationDefaults(self.target.generation_config)
+
+    def refresh(self) -> None:
+        """Forget every copy that was computed from weights; the next request computes them anew.
+
+        For weights that were changed in a way that cannot be noticed. Not while a request runs.
+        """
+        held = (self.target, self.drafter, self.loop.parts.target, self.loop.parts.drafter, self.loop)
+        for part in {id(part): part for part in held}.values():
+            if offers(part, Refreshable):
+                cast("Refreshable", part).refresh()
 
     def close(self) -> None:
         """End the use of the target; the model itself is left as it was given."""
@@ -284,9 +245,9 @@ class Speculator:
             self._request(single, max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
             for single, row_seed in zip(prompts, row_seeds(seed, len(prompts)), strict=True)
         ]
-        size = self._loop.most_rows
+        size = self.loop.most_rows
         for i in range(0, len(requests), size):
-            for _ in run(self._loop, requests[i : i + size]):
+            for _ in run(self.loop, requests[i : i + size]):
                 pass
         results = [generation(request) for request in requests]
         return results if many else results[0]
@@ -315,7 +276,7 @@ class Speculator:
         ends = (stop_token_ids, stop_strings, logits_processor)
         (row_seed,) = row_seeds(seed, 1)
         request = self._request(prompts[0], max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
-        return Stream(request, self._loop)
+        return Stream(request, self.loop)
 
     def _request(
         self,
@@ -350,12 +311,12 @@ class Speculator:
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         limit = self._token_limit(len(ids), max_new_tokens)
-        own = defaults.processors(len(ids), stops, self.target.device)
+        processors = defaults.processors(len(ids), stops, self.target.device)
         return Request(
             ids=ids,
             params=params,
-            seeds=torch.tensor([seed], device=self.target.device),
-            processors=[*own, *(logits_processor or ())],
+            sampling=SamplingTensors.of(params, seed, self.target.device),
+            processors=[*processors, *(logits_processor or ())],
             output=Output(self.tokenizer, limit, stops, stop_strings),
             stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
         )
@@ -374,32 +335,6 @@ class Speculator:
         return max_new_tokens
 
 
-def _on_onnx_runtime(target: Any, drafter: Any, device: Any, dtype: Any) -> tuple[Any, Any]:
-    """An exported target and drafter, which may lie in one folder."""
-    from .export import OnnxDrafter, OnnxTarget
-
-    for name, value, allowed in (("device", device, (None, "cpu")), ("dtype", dtype, (None, "float32", torch.float32))):
-        if value not in allowed:
-            raise ValueError(f"Speculator: {name} must be None for a target on ONNX Runtime, got {value!r}")
-    threads = torch.get_num_threads()
-    loaded = None if drafter is None else OnnxDrafter(drafter, threads=threads)
-    return OnnxTarget(target, threads=threads), loaded
-
-
 def _tokenizer_stops(tokenizer: Any) -> list[int]:
     eos = getattr(tokenizer, "eos_token_id", None)
     return [] if eos is None else [eos]
-
-
-def _optimized(target: Target, optimize: str) -> Target:
-    """The target on a copy of its model that intel-extension-for-pytorch has changed; its own stays as it is."""
-    if optimize != "ipex":
-        raise ValueError(f"Speculator: optimize must be 'ipex' or None, got {optimize!r}")
-    try:
-        ipex = importlib.import_module("intel_extension_for_pytorch")
-    except ImportError as error:
-        raise RuntimeError(
-            f"Speculator: optimize='ipex' needs intel-extension-for-pytorch (pip install 'pydflash[ipex]'): {error}"
-        ) from error
-    narrow = {} if target.dtype == torch.float32 else {"dtype": target.dtype}
-    return Target(ipex.optimize(copy.deepcopy(target.model).eval(), inplace=True, **narrow), target.layer_ids)

@@ -27,22 +27,14 @@ ROOMS: dict[str, set[str]] = {
     "drafter": {"decoder", "checkpoints", "ops", "protocols"},
     "rounds": BASE - {"checkpoints"},
     "export": {"drafter", "checkpoints", "ops", "protocols"},
-    "speculator": BASE | {"rounds", "target", "drafter", "export"},
+    "assemble": BASE | {"rounds", "target", "drafter", "export"},
+    "speculator": BASE | {"rounds", "target", "drafter", "export", "assemble"},
     "training": BASE | {"rounds", "target", "drafter", "speculator", "bench"},
     "bench": BASE | {"rounds", "target", "drafter", "speculator", "training", "cli"},
 }
 ABOVE = ("__init__", "__main__", "cli", "serve", "scheduler")  # may import every room
 # Edges against the rules above, and circles; these lists only get shorter.
-STILL_THERE: set[tuple[str, str]] = {
-    *(
-        ("rounds.choose", name)
-        for name in ("decoder.formats", "drafter.module", "drafter.packed", "target.fused", "target.generic")
-    ),
-    *(("rounds.device", name) for name in ("drafter.module", "target.fused")),
-    *(("rounds.device_round", name) for name in ("drafter.module", "target.fused", "target.generic")),
-    *(("rounds.host", name) for name in ("drafter.module", "target.generic")),
-    ("rounds.paths", "drafter.module"),
-}
+STILL_THERE: set[tuple[str, str]] = set()
 STILL_ROUND: list[list[str]] = []
 CONFIG = {f"checkpoints.{name}" for name in ("config", "keys", "rope", "layouts", "values", "foreign")}
 # Single files that know less than their room may.
@@ -71,8 +63,8 @@ NEEDED_WITHOUT_TORCH = {
     f"export.{name}" for name in ("drafter", "draft_cache", "metadata", "target", "target_cache", "walk")
 }
 MOST_MODULES, MOST_LINES = 16, 400
-LONGER = {"pydflash/drafter/module.py", "pydflash/target/fused.py", "pydflash/target/generic.py"}
-LONGER |= {"pydflash/speculator.py", "pydflash/training/trainer.py"}  # these lists, too, only get shorter
+# These lists, too, only get shorter.
+LONGER = {"pydflash/drafter/module.py", "pydflash/training/trainer.py"}
 
 
 def test_the_reader_finds_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +119,7 @@ def test_rooms_import_in_one_direction() -> None:
 
 
 def test_every_name_in_the_rules_is_there() -> None:
-    coming = {"protocols", "serve", "scheduler"}
+    coming = {"serve", "scheduler"}
     assert {room(name) for name in graph()} - coming == {*ROOMS, *ABOVE} - coming
     files = {
         *KNOWS_ONLY,
@@ -152,7 +144,7 @@ def test_single_files_know_less_than_their_room() -> None:
 
 def test_nobody_needs_export_to_be_imported() -> None:
     late = {name for name in graph() if "export" in {room(other) for other in inner(name)} and room(name) != "export"}
-    assert late <= {"speculator", "cli.commands", "bench.run", "__init__"}
+    assert late <= {"assemble", "speculator", "cli.commands", "bench.run", "__init__"}
     for name in late:
         assert not [edge for edge in graph()[name] if edge.at_import and within(edge.name, [".export"])], name
 
@@ -186,7 +178,8 @@ def test_heavy_packages_wait_until_they_are_needed() -> None:
 def test_the_drafter_on_onnx_runtime_imports_neither_torch_nor_onnx() -> None:
     for name in NEEDED_WITHOUT_TORCH:
         assert not {room(edge.name) for edge in graph()[name]} & {"torch", "transformers", "onnx", "onnx_ir"}, name
-        assert inner(name) <= NEEDED_WITHOUT_TORCH | {"checkpoints.config", "checkpoints.values"}, name
+        allowed = NEEDED_WITHOUT_TORCH | {"checkpoints.config", "checkpoints.values", "protocols"}
+        assert inner(name) <= allowed, name
 
 
 def test_importing_everything_touches_no_device() -> None:
@@ -207,13 +200,7 @@ def test_importing_everything_touches_no_device() -> None:
 # --- private names --------------------------------------------------------------------------------------------
 
 # `module: names` that belong to another module. The list only gets shorter.
-OF_TARGET = {"_borrow", "_cache_name", "_plan", "_rope_switch", "_takes_logits_to_keep", "_takes_positions"}
-OF_TARGET |= {"_text_config", "_try_forward"}
-BORROWED: dict[str, set[str]] = {
-    "target.batch": OF_TARGET,
-    "target.fused": OF_TARGET | {"_closed", "_trial_ids"},
-    "target.layers": {"_text_config"},
-}
+BORROWED: dict[str, set[str]] = {}
 
 
 def test_the_reader_finds_private_names_of_others() -> None:

@@ -19,7 +19,7 @@ from tiny_models import TINY
 from torch import Tensor
 
 from pydflash import Drafter, DrafterConfig, Speculator, Target, ops
-from pydflash.drafter.module import Proposal
+from pydflash.protocols import Proposal
 
 TAPS = (0, 2)
 PROMPT = [3, 1, 4, 1, 5]
@@ -120,7 +120,8 @@ def test_drafts_are_sampled_where_asked_and_at_the_targets_temperature(
     propose, seen = drafter.propose, []
 
     def spy(*args: Any, **options: Any) -> Proposal:
-        seen.append((options["temperature"], int(options["seeds"])))
+        asked_at = options["temperature"]
+        seen.append((None if asked_at is None else round(float(asked_at), 6), int(options["seeds"])))
         return propose(*args, **options)
 
     monkeypatch.setattr(drafter, "propose", spy)

@@ -279,7 +279,7 @@ def test_native_and_reference_ops_give_the_same_tokens(version: int) -> None:
         for backend in ("native", "reference"):
             spec = Speculator(target, drafter, backend=backend)
             outs.append(spec.generate([1, 2, 3], 20, return_proposals=True, **options))
-            assert spec._loop.ops.__name__.endswith("ops" if backend == "native" else "reference")
+            assert spec.loop.parts.ops.__name__.endswith("ops" if backend == "native" else "reference")
             assert (spec.drafter.backend, drafter.backend) == (backend, "native")
         assert outs[0].token_ids == outs[1].token_ids
         assert outs[0].stats.proposals == outs[1].stats.proposals

@@ -102,7 +102,7 @@ def test_rounds_run_ahead_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
         streams.log.clear()
         got = spec.generate(prompts, 12, **common)
         assert [out.token_ids for out in got] == [out.token_ids for out in want]
-        assert got[0].stats.backends["target"] == "fast, fused layers, packed weights"
+        assert got[0].stats.backends["target"] == "fused layers, packed weights"
         assert got[0].stats.backends["round"] == "eager"
         assert got[0].stats.peak_bytes == 123
         assert streams.log.count("wait") == waited
@@ -115,13 +115,15 @@ def test_trees_are_timed_behind_all_that_runs(monkeypatch: pytest.MonkeyPatch) -
     streams = Streams()
     monkeypatch.setattr(backends, "accelerator", lambda device: streams)
     model, drafter = pair(2, "cpu")
-    spec = Speculator(model, drafter, path="tree", target_path="fast")
-    assert spec._paths.num_nodes in (3, 15, 31, 63)
-    assert streams.log == ["synchronize all"] * (2 * len(spec._paths.costs))
+    spec = Speculator(model, drafter, path="tree", target_path="fused")
+    assert spec.loop.parts.paths.num_nodes in (3, 15, 31, 63)
+    assert streams.log == ["synchronize all"] * (
+        2 * (1 + len(spec.loop.parts.paths.seconds))
+    )  # drafting, and each size
 
 
 def test_a_speculator_on_an_accelerator_is_deep_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "accelerator", lambda device: torch.xpu)  # a module, which copy cannot take
     model, drafter = pair(2, "cpu")
-    other = copy.deepcopy(Speculator(model, drafter, target_path="fast"))
-    assert other._loop._ahead == 2  # type: ignore[attr-defined]
+    other = copy.deepcopy(Speculator(model, drafter, target_path="fused"))
+    assert other.loop.ahead == 2  # type: ignore[attr-defined]

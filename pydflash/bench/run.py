@@ -6,12 +6,13 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .checks import PEERS, check_numbers, check_outputs, named, parse_peers, parse_temperatures, parse_trees, read_sets
 from .figures import ALL, LOOP_TOKENS, Answered, Cell, comparisons, longest_loop, with_totals
 
 if TYPE_CHECKING:
+    from ..target.generic import Target
     from ..training.prompts import Prompt
     from .methods import DraftPath, Method
 
@@ -205,7 +206,7 @@ def _prepare(
     folder = ensure_smollm2() if arguments.target == "smollm2" else arguments.target
     dtype = torch_dtype(arguments.dtype)
     loaded = Speculator.from_pretrained(folder, device=arguments.device, dtype=dtype, backend=arguments.backend)
-    target, tokenizer = loaded.target, loaded.tokenizer
+    target, tokenizer = cast("Target", loaded.target), loaded.tokenizer
     sets = {
         name: [encode(first_turn(prompt), tokenizer, None, target.vocab_size) for prompt in prompts]
         for name, prompts in asked.items()

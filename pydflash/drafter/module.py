@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from ..decoder.fingerprints import Fingerprint
 from ..decoder.linear import Projection
 from ..decoder.stores import KVCache
 from ..ops import reference
+from ..protocols import Proposal
 from .decoder import DrafterDecoder, decoder_of
 from .layers import CandidateSelector, Convolve, DrafterLayer, check_context, stack_context
 from .names import CanonicalNames
@@ -37,24 +39,6 @@ def _exact_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Proposal(NamedTuple):
-    """One block of drafts.
-
-    Attributes:
-        tokens: [B, S-1] the path, target ids.
-        candidates: [B, S-1, K] target ids per slot, best first.
-        probs: [B, S-1, K] float32, the law the path was drawn from, or None where it is greedy.
-        scores: [B, S-1, K, K] edge scores (previous candidate, candidate), or [B, S-1, K] without a selector.
-        log_normalizers: [B, S-1] float32 logsumexp of each slot's logits / T, without a selector and where asked for.
-    """
-
-    tokens: Tensor
-    candidates: Tensor
-    probs: Tensor | None
-    scores: Tensor
-    log_normalizers: Tensor | None = None
-
-
 class Drafter(CanonicalNames):
     """A DFlash or DFlash 2 drafter.
 
@@ -66,8 +50,14 @@ class Drafter(CanonicalNames):
     proposes what the DFlash drafter of the same backbone does.
     """
 
+    replaceable: ClassVar[bool] = True
     d2t: Tensor | None
     mask_embedding: Tensor | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A subclass is run through its own methods, unless it sets `replaceable`: it may do other things in them."""
+        super().__init_subclass__(**options)
+        cls.replaceable = cls.__dict__.get("replaceable", False)
 
     def __init__(self, config: DrafterConfig, *, backend: str = "native") -> None:
         super().__init__()
@@ -128,6 +118,19 @@ class Drafter(CanonicalNames):
             vocab_size=vocab_size,
             embedding_rows=embedding_rows,
         )
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether it takes the target's embedding table or head, having none of its own."""
+        return self.embed_tokens is None or self.lm_head is None
+
+    def with_backend(self, backend: str) -> Drafter:
+        """The same weights on the compiled ops ("native") or on plain torch ("reference")."""
+        if backend == self.backend:
+            return self
+        other = copy.copy(self)  # whoever holds this one keeps its backend
+        other.backend = backend
+        return other
 
     @property
     def ops(self) -> ModuleType:
@@ -376,7 +379,7 @@ class Drafter(CanonicalNames):
         block_size: int | None = None,
         temperature: Tensor | float | None = None,
         seeds: Tensor | Sequence[int] | int = 0,
-        normalizers: Tensor | float | None = None,
+        node_temperature: Tensor | float | None = None,
     ) -> Proposal:
         """Draft one block after each anchor, in one forward pass.
 
@@ -388,8 +391,8 @@ class Drafter(CanonicalNames):
             block_size: S, at most the trained block size (the default); S - 1 tokens are drafted.
             temperature: [B] or a number: the path is drawn from softmax(score / T). None: the best edges.
             seeds: [B] or a number, the key of the draws.
-            normalizers: Also fill `log_normalizers` at this temperature, a number above 0 or [B]: what probabilities
-                of independent slots need.
+            node_temperature: Also fill `log_normalizers` at this temperature, a number above 0 or [B]: what
+                probabilities of independent slots need.
 
         Returns: a `Proposal`.
 
@@ -421,7 +424,7 @@ class Drafter(CanonicalNames):
         if self.d2t is not None:
             tokens, candidates = tokens + self.d2t[tokens], candidates + self.d2t[candidates]
         log_normalizers = None
-        if normalizers is not None and selector is None:
-            heat = normalizers[:, None, None] if isinstance(normalizers, Tensor) else normalizers
-            log_normalizers = (logits[..., : config.draft_vocab_size].float() / heat).logsumexp(-1)
+        if node_temperature is not None and selector is None:
+            divisor = node_temperature[:, None, None] if isinstance(node_temperature, Tensor) else node_temperature
+            log_normalizers = (logits[..., : config.draft_vocab_size].float() / divisor).logsumexp(-1)
         return Proposal(tokens, candidates, probs, scores, log_normalizers)

@@ -1,25 +1,24 @@
-"""Requests over rounds of fixed shape: batches, streams, and the buffers they take turns with."""
+"""The device's loop: batches of rows in rounds of fixed shape, and the buffers that batches take turns with."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..drafter.module import Drafter
 from ..ops import backends
-from ..request import Request, Round
-from ..target.fused import FastTarget
-from ..tree import tree_of
-from .device_round import DeviceRound, Row, verify_seconds
-from .paths import Block, Paths, bushy
+from ..protocols import RowDrafter, RowTarget
+from ..request import Request, RoundResult
+from . import round as steps
+from .device_round import DeviceRounds, Record
+from .paths import Block
+from .round import Parts
+from .timing import device_seconds
 
-_KEPT = 2  # sets of buffers that wait for the next request
+_KEPT = 2  # sets of buffers that wait for the next batch
 _LOCK = threading.Lock()  # around looking for one
 
 
@@ -34,128 +33,156 @@ def bucket(positions: int) -> int:
 
 
 class DeviceLoop:
-    """Runs requests on a `FastTarget`; several may run at once, each batch with its own buffers."""
+    """Opens batches on a `RowTarget` and a `RowDrafter` or none; several may be open, each with its own buffers."""
 
     most_rows = 32
 
-    def __init__(
-        self, target: FastTarget, drafter: Drafter | None, paths: Paths, block_size: int, draft_sampling: bool
-    ) -> None:
-        self.target, self.drafter, self.paths = target, drafter, paths
-        self.block_size, self.draft_sampling = block_size, draft_sampling
-        self._free: list[DeviceRound] = []
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.free: list[DeviceRounds] = []
+        accelerator = backends.accelerator(parts.target.device)
         # On a CPU a launched round is a finished one: running ahead would only waste the last.
-        self._ahead = 1 if self._accelerator is None else 2
-        if paths.auto and drafter is not None:
-            sizes = paths.sizes()
-            trees = {size: tree_of(bushy(size, paths.slots), target.device) for size in sizes}
-            times = {size: verify_seconds(target, tree, size + 1) for size, tree in trees.items()}
-            paths.settle(times)
+        self.ahead = 1 if accelerator is None else 2
+        if parts.paths.auto and parts.drafter is not None:
+            pair = cast("RowTarget", parts.target), cast("RowDrafter", parts.drafter)
+            parts.paths.settle(device_seconds(*pair, parts.paths, parts.block_size), by_round=False)
 
     def __getstate__(self) -> dict[str, object]:
         """A copy has buffers of its own: captured graphs cannot be copied."""
-        return self.__dict__ | {"_free": []}
+        return self.__dict__ | {"free": []}
 
-    def begin(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Run the prompts of a batch; returns the first tokens of each."""
-        needed = max(len(r.ids) + r.output.limit for r in requests) + 2 * self.block_size + 1
-        sampled = self.draft_sampling and any(not r.params.greedy for r in requests)
-        pieces = any(r.processors for r in requests)
-        rounds = self._take(len(requests), needed, sampled, pieces)
-        found = []
-        for row, request in enumerate(requests):
-            request.state = rounds
-            request.stats.backends["round"] = rounds.how if not pieces else f"{rounds.how}, in pieces (processors)"
-            begin = time.perf_counter()
-            found.append(self._prefill(rounds, row, request))
-            request.stats.prefill_seconds = time.perf_counter() - begin
-        return found
-
-    def _prefill(self, rounds: DeviceRound, row: int, request: Request) -> list[int]:
-        ids = torch.tensor([request.ids], device=self.target.device)
-        rounds.admit(row, request.params, int(request.seeds))
-        logits: Tensor | None = None
-        for chunk in self.target.prefill_chunks(ids, rounds.cache, row):
-            logits = chunk.logits
-            if self.drafter is not None and rounds.context is not None and chunk.features is not None:
-                self.drafter.append_context(chunk.features, rounds.context.row(row))
-        assert logits is not None
-        _, _, bonus = request.accept(ops, logits, ids[:, -1:], None, None, len(request.ids) - 1)
-        rounds.activate(row, bonus)
-        return [int(bonus)]
-
-    def step(self, requests: Sequence[Request]) -> list[Round]:
-        """The next round of a batch that `begin` began; finished requests get rounds without tokens."""
-        rounds: DeviceRound = requests[0].state
-        if rounds.pieces:
-            rounds.launch(lambda logits, block: self._process(requests, logits, block))
-        else:
-            while rounds.under_way < self._ahead:
-                rounds.launch()
-        return [_round(row) for row in rounds.collect()]
-
-    def _process(self, requests: Sequence[Request], logits: Tensor, block: Block) -> Tensor:
-        parents = None if block.tree is None else block.tree.parents
-        rows = [
-            request.process(logits[i : i + 1], block.tokens[i : i + 1], None if parents is None else parents[i : i + 1])
-            if request.output.finish_reason is None
-            else logits[i : i + 1]
-            for i, request in enumerate(requests)
-        ]
-        return torch.cat(rows)
-
-    @property
-    def _accelerator(self) -> Any:
-        return backends.accelerator(self.target.device)
-
-    def retire(self, requests: Sequence[Request], row: int) -> None:
-        """One request of a batch is finished."""
-        requests[0].state.retire(row)
-        if self._accelerator is not None:
-            requests[row].stats.peak_bytes = self._accelerator.max_memory_allocated(self.target.device)
-
-    def end(self, requests: Sequence[Request]) -> None:
-        """A batch is finished or abandoned: its buffers go to the next one."""
-        rounds = requests[0].state
-        if not isinstance(rounds, DeviceRound):
-            return
-        for row, request in enumerate(requests):
-            request.state = None
-            rounds.retire(row)
-        rounds.abandon()
-        if self._accelerator is not None:
-            rounds.ended = self._accelerator.current_stream(self.target.device).record_event()
+    def refresh(self) -> None:
+        """Forget buffers whose programs read copies of weights."""
         with _LOCK:
-            self._free.append(rounds)
-            del self._free[:-_KEPT]
+            self.free.clear()
 
-    def _take(self, batch: int, needed: int, sampled: bool, pieces: bool) -> DeviceRound:
-        capacity = bucket(needed)
-        with _LOCK:
-            self._free = [rounds for rounds in self._free if rounds.current]
-            for rounds in self._free:
-                same = (rounds.batch, rounds.sampled, rounds.pieces) == (batch, sampled, pieces)
-                if same and needed <= rounds.capacity <= 2 * capacity:
-                    self._free.remove(rounds)
-                    if rounds.ended is not None and self._accelerator is not None:
-                        self._accelerator.current_stream(self.target.device).wait_event(rounds.ended)
-                    return rounds
-        return DeviceRound(
-            self.target,
-            self.drafter,
-            self.paths,
-            batch,
-            capacity,
-            block_size=self.block_size,
-            sampled=sampled,
-            pieces=pieces,
+    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> DeviceBatch:
+        """See `pydflash.request.Loop`; `draws` is about drafts too, so all rows share the program that it needs."""
+        # A round may begin at the last position, and one more that nobody reads may be under way behind it.
+        needed = positions + 2 * self.parts.block_size + 1
+        return DeviceBatch(
+            self, self._take(rows, needed, self.parts.draft_sampling and draws, processors), positions, draws
         )
 
+    def give_back(self, rounds: DeviceRounds) -> None:
+        """Take the buffers of a batch that is closed for the next one."""
+        rounds.abandon()
+        if (accelerator := backends.accelerator(rounds.device)) is not None:
+            rounds.ended = accelerator.current_stream(rounds.device).record_event()
+        with _LOCK:
+            self.free.append(rounds)
+            del self.free[:-_KEPT]
 
-def _round(row: Row) -> Round:
-    if row.parents is None:
-        return Round(row.block, None, len(row.block) - 1, row.tokens)
+    def _take(self, batch: int, needed: int, draws: bool, pieces: bool) -> DeviceRounds:
+        capacity = bucket(needed)
+        with _LOCK:
+            self.free = [rounds for rounds in self.free if rounds.current]
+            for rounds in self.free:
+                same = (rounds.batch, rounds.draws, rounds.pieces) == (batch, draws, pieces)
+                if same and needed <= rounds.capacity <= 2 * capacity:
+                    self.free.remove(rounds)
+                    accelerator = backends.accelerator(rounds.device)
+                    if rounds.ended is not None and accelerator is not None:
+                        accelerator.current_stream(rounds.device).wait_event(rounds.ended)
+                    return rounds
+        with self.parts.turns:
+            return DeviceRounds(self.parts, batch, capacity, draws=draws, pieces=pieces)
+
+
+class DeviceBatch:
+    """Rows that share buffers and a program; see `pydflash.request.Batch`."""
+
+    def __init__(self, loop: DeviceLoop, rounds: DeviceRounds, positions: int, draws: bool) -> None:
+        self.rounds, self.positions, self.draws = rounds, positions, draws
+        self._loop = loop
+        self._requests: list[Request | None] = [None] * rounds.batch
+        self._first = [0] * rounds.batch  # number of the first round that a row's request takes part in
+
+    def admit(self, row: int, request: Request) -> list[int]:
+        """Run a prompt into a row, behind the rounds under way."""
+        rounds = self.rounds
+        self._check(row, request)
+        pieces = ", in pieces (processors)" if rounds.pieces else ""
+        request.stats.backends["round"] = rounds.how + pieces
+        begin = time.perf_counter()
+        with rounds.parts.turns, torch.inference_mode(), rounds.on_device():
+            token = self._prefill(row, request)
+        self._requests[row], self._first[row] = request, rounds.launched
+        request.stats.prefill_seconds = time.perf_counter() - begin
+        return [token]
+
+    def _check(self, row: int, request: Request) -> None:
+        if self._requests[row] is not None:
+            raise ValueError(f"admit: row must be a free one, got {row}, which holds a request")
+        if request.positions > self.positions:
+            raise ValueError(f"admit: request must take at most {self.positions} positions, got {request.positions}")
+        if request.processors and not self.rounds.pieces:
+            raise ValueError("admit: request must have no logits processors where the batch was opened without")
+        if not request.params.greedy and not self.draws:
+            raise ValueError("admit: request must be greedy where the batch was opened without draws")
+
+    def _prefill(self, row: int, request: Request) -> int:
+        rounds, parts = self.rounds, self.rounds.parts
+        rounds.clear(row, request.sampling)
+        ids = torch.tensor([request.ids], device=rounds.device)
+        logits: Tensor | None = None
+        for chunk in rounds.target.prefill_chunks(ids, rounds.rows.cache, row):
+            logits = chunk.logits
+            if rounds.drafter is not None and chunk.features is not None:
+                rounds.drafter.append_context(chunk.features, rounds.rows.context.row(row))
+        assert logits is not None
+        block = Block(ids[:, -1:], None)
+        starts = torch.full((1,), ids.shape[1] - 1, dtype=torch.int32, device=rounds.device)
+        accepted = steps.accept(parts, block, request.process(logits, block.tokens, None), request.sampling, starts)
+        rounds.activate(row, accepted.bonus)
+        return int(accepted.bonus)
+
+    def step(self) -> dict[int, RoundResult]:
+        """Launch rounds, and wait for the oldest of those under way."""
+        rounds = self.rounds
+        with rounds.parts.turns:
+            if rounds.pieces:
+                rounds.launch(self._process)
+            else:
+                while rounds.under_way < self._loop.ahead:
+                    rounds.launch()
+        number = rounds.collected
+        return {
+            row: _result(record)
+            for row, record in enumerate(rounds.collect())
+            if self._requests[row] is not None and self._first[row] <= number
+        }
+
+    def _process(self, logits: Tensor, block: Block) -> Tensor:
+        parents, rows = block.parents, []
+        for row, request in enumerate(self._requests):
+            its = slice(row, row + 1)
+            if request is None:
+                rows.append(logits[its])
+            else:
+                rows.append(request.process(logits[its], block.tokens[its], None if parents is None else parents[its]))
+        return torch.cat(rows)
+
+    def retire(self, row: int) -> None:
+        """Free a row. What rounds under way bring for it is not looked at."""
+        self.rounds.retire(row)
+        request, self._requests[row] = self._requests[row], None
+        accelerator: Any = backends.accelerator(self.rounds.device)
+        if request is not None and accelerator is not None:
+            request.stats.peak_bytes = accelerator.max_memory_allocated(self.rounds.device)
+
+    def close(self) -> None:
+        """The buffers go to the next batch."""
+        for row in range(self.rounds.batch):
+            self.rounds.retire(row)
+        self._requests = [None] * self.rounds.batch
+        self._loop.give_back(self.rounds)
+
+
+def _result(record: Record) -> RoundResult:
+    if record.parents is None:
+        return RoundResult(record.block, None, len(record.block) - 1, record.tokens)
     depths = [0]
-    for parent in row.parents[1:]:
+    for parent in record.parents[1:]:
         depths.append(depths[parent] + 1)
-    return Round(row.block, row.parents, max(depths), row.tokens)
+    return RoundResult(record.block, record.parents, max(depths), record.tokens)

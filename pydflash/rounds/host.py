@@ -1,161 +1,102 @@
-"""Requests one sequence at a time, over any target: the host sees every round before the next begins."""
+"""The host's loop: over any target and drafter, a sequence at a time, and the host sees every round before the next."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import ops
-from ..drafter.module import Proposal
-from ..ops import reference
-from ..request import Request, Round
-from ..target.generic import TargetOutput
-from .paths import Block, Paths
-
-
-@dataclass(slots=True)
-class _State:
-    """What is cached of a sequence, and what the drafter still has to be told.
-
-    starts: [1] position of the anchor, on the device. features: [1, C, F * H] of tokens that are committed but not yet
-    in the drafter's context.
-    """
-
-    starts: Tensor
-    cache: Any
-    context: Any = None
-    features: Tensor | None = None
+from ..request import Request, RoundResult
+from . import round as steps
+from .paths import Block
+from .round import HostRow, Parts
+from .timing import host_seconds
 
 
 class HostLoop:
-    """Propose, verify, accept and commit with a target and anything that has a drafter's three methods."""
+    """Opens batches whose rows run one after the other, each in blocks of the size that suits it."""
 
     most_rows = 1
 
-    def __init__(
-        self,
-        target: Any,
-        drafter: Any,
-        backend: str,
-        paths: Paths,
-        block_size: int,
-        draft_sampling: bool,
-    ) -> None:
-        self.target, self.drafter, self.backend, self.paths = target, drafter, backend, paths
-        self.block_size, self.draft_sampling = block_size, draft_sampling
-        if paths.auto and drafter is not None:
-            paths.measure(target, self._draft_seconds())
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        if parts.paths.auto and parts.drafter is not None:
+            seconds = host_seconds(parts.target, parts.drafter, parts.paths, parts.block_size)
+            parts.paths.settle(seconds, by_round=True)
 
-    @property
-    def ops(self) -> ModuleType:
-        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
-        return reference if self.backend == "reference" else ops
+    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> HostBatch:
+        """See `pydflash.request.Loop`. Nothing is allocated before a row is admitted to."""
+        return HostBatch(self.parts, rows, positions)
 
-    def begin(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Run each prompt through the target and take the first token from its last row."""
-        return [self._prefill(request) for request in requests]
 
-    def step(self, requests: Sequence[Request]) -> list[Round]:
-        """A round of every request that is not finished, and an empty one for the others."""
-        done = Round([], None, 0, [])
-        return [self._round(request) if request.output.finish_reason is None else done for request in requests]
+class HostBatch:
+    """Rows with a cache each; see `pydflash.request.Batch`."""
 
-    def retire(self, requests: Sequence[Request], row: int) -> None:
-        """One request of a batch is finished."""
-        requests[row].state = None
+    def __init__(self, parts: Parts, rows: int, positions: int) -> None:
+        self.parts, self.positions = parts, positions
+        self._rows: list[tuple[Request, HostRow] | None] = [None] * rows
 
-    def end(self, requests: Sequence[Request]) -> None:
-        """A batch is finished or abandoned."""
-        for request in requests:
-            request.state = None
-
-    def _prefill(self, request: Request) -> list[int]:
-        target, length = self.target, len(request.ids)
+    def admit(self, row: int, request: Request) -> list[int]:
+        """Run the prompt through the target and take the first token from its last row."""
+        if self._rows[row] is not None:
+            raise ValueError(f"admit: row must be a free one, got {row}, which holds a request")
+        if request.positions > self.positions:
+            raise ValueError(f"admit: request must take at most {self.positions} positions, got {request.positions}")
+        parts, target, ids = self.parts, self.parts.target, request.ids
         begin = time.perf_counter()
-        capacity = length + request.output.limit + self.paths.rows
-        starts = torch.full((1,), length - 1, dtype=torch.int32, device=target.device)
-        request.state = state = _State(starts, target.new_cache(1, capacity))
-        prompt = torch.tensor([request.ids], device=target.device)
-        out = target.prefill(prompt, state.cache)
-        _, _, bonus = self._accept(request, out, Block(prompt[:, -1:], None))
-        state.starts += 1
-        if self.block_size > 1 and self.drafter is not None:
-            state.context = self.drafter.new_cache(1, length + request.output.limit + self.block_size)
-            state.features = out.features
-        token = int(bonus)
+        with parts.turns, torch.inference_mode():
+            starts = torch.full((1,), len(ids) - 1, dtype=torch.int32, device=target.device)
+            cache = target.new_cache(1, request.positions + parts.paths.rows)
+            prompt = torch.tensor([ids], device=target.device)
+            output = target.prefill(prompt, cache)
+            block = Block(prompt[:, -1:], None)
+            logits = request.process(output.logits, block.tokens, None)
+            bonus = steps.accept(parts, block, logits, request.sampling, starts).bonus
+            state = HostRow(
+                target=target,
+                anchors=bonus,
+                starts=starts + 1,
+                cache=cache,
+                context=None,
+                sampling=request.sampling,
+                draws=parts.draft_sampling and not request.params.greedy,
+            )
+            if parts.block_size > 1 and parts.drafter is not None:
+                state.context = parts.drafter.new_cache(1, request.positions + parts.block_size)
+                state.features = output.features
+            token = int(bonus)
+        self._rows[row] = request, state
         request.stats.prefill_seconds = time.perf_counter() - begin
         return [token]
 
-    def _round(self, request: Request) -> Round:
-        """Propose, verify, accept, commit."""
-        target, state = self.target, request.state
-        anchors = torch.tensor([request.ids[-1]], device=target.device)
-        block = Block(anchors[:, None], None)
-        slots = self._useful_slots(request)
-        if state.context is not None and slots > 1:
-            proposal = self._propose(request, anchors)
-            block = self.paths.block(self.ops, anchors, proposal, slots - 1, request.params.temperature or 1.0)
-        out = target.verify(block.tokens, state.cache, block.tree)
-        index, num_accepted, bonus = self._accept(request, out, block)
-        target.commit(state.cache, index, num_accepted)
-        kept = index[0, : int(num_accepted) + 1].long()
-        if out.features is not None:
-            state.features = out.features[:, kept] if block.tree is not None else out.features[:, : len(kept)]
-        state.starts += len(kept)
-        tokens = [*block.tokens[0, kept[1:]].tolist(), int(bonus)]
+    def step(self) -> dict[int, RoundResult]:
+        """A round of each row that holds a request."""
+        with self.parts.turns, torch.inference_mode():
+            return {row: self._round(*held) for row, held in enumerate(self._rows) if held is not None}
+
+    def retire(self, row: int) -> None:
+        """Free a row and its caches."""
+        self._rows[row] = None
+
+    def close(self) -> None:
+        """Free all rows."""
+        self._rows = [None] * len(self._rows)
+
+    def _round(self, request: Request, state: HostRow) -> RoundResult:
+        parts = self.parts
+        block = steps.draft(parts, state, self._useful_slots(request))
+        output = steps.verify(parts, state, block)
+        logits = request.process(output.logits, block.tokens, block.parents)
+        accepted = steps.accept(parts, block, logits, state.sampling, state.starts)
+        state.commit(block, output, accepted)
+        tokens = block.tokens[0].tolist()
         if block.tree is None:
-            return Round(block.tokens[0].tolist(), None, block.tokens.shape[1] - 1, tokens)
-        deepest = int(block.tree.depths.max())
-        return Round(block.tokens[0].tolist(), block.tree.parents[0].tolist(), deepest, tokens)
+            return RoundResult(tokens, None, len(tokens) - 1, state.tokens)
+        return RoundResult(tokens, block.tree.parents[0].tolist(), int(block.tree.depths.max()), state.tokens)
 
     def _useful_slots(self, request: Request) -> int:
         """A full block, but no position at or beyond the target's context limit."""
-        longest = self.target.max_length
+        longest = self.parts.target.max_length
         if longest is None:
-            return self.block_size
-        return max(1, min(self.block_size, longest - len(request.ids)))
-
-    def _propose(self, request: Request, anchors: Tensor) -> Proposal:
-        state = request.state
-        if state.features is None:
-            raise RuntimeError("Speculator: a round needs the features of the tokens committed before it")
-        self.drafter.append_context(state.features, state.context)
-        sampled = self.draft_sampling and not request.params.greedy
-        return self.drafter.propose(
-            anchors,
-            state.context,
-            embed=self.target.embed_weight,
-            head=self.target.head,
-            block_size=self.block_size,
-            temperature=request.params.temperature if sampled else None,
-            seeds=request.seeds,
-            **({"normalizers": request.params.temperature or 1.0} if self.paths.path != "walk" else {}),
-        )
-
-    def _accept(self, request: Request, out: TargetOutput, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        parents = None if block.tree is None else block.tree.parents
-        return request.accept(self.ops, out.logits, block.tokens, parents, block.q, request.state.starts)
-
-    def _draft_seconds(self) -> float:
-        """What a proposal takes; the median of three after one to warm up."""
-        times = []
-        for _ in range(4):
-            cache = self.drafter.new_cache(1, 64 + self.block_size)
-            config, target = self.drafter.config, self.target
-            width = len(config.target_layer_ids) * target.hidden_size
-            features = torch.zeros(1, 4, width, dtype=target.dtype, device=target.device)
-            begin = time.perf_counter()
-            with torch.inference_mode():
-                self.drafter.append_context(features, cache)
-                anchors = torch.ones(1, dtype=torch.long, device=target.device)
-                tables = {"embed": target.embed_weight, "head": target.head}
-                int(self.drafter.propose(anchors, cache, **tables, block_size=self.block_size).tokens.sum())
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+            return self.parts.block_size
+        return max(1, min(self.parts.block_size, longest - len(request.ids)))

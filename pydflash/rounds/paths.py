@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..drafter.module import Proposal
-from ..ops import backends
-from ..tree import Tree, tree_of
+from ..protocols import Proposal
+from ..tree import Tree
 
 PATHS = ("walk", "viterbi", "tree")
 MOST_NODES = 63
 _SIZES = (15, 31, 63)  # what "auto" chooses from, beside a tree as large as the chain
-_TRIALS = 3
 # Tokens a round by the number of nodes, against a walk of 7 drafts: docs/trees.md, greedy, 200 prompts.
-_TYPICAL = {15: 1.26, 31: 1.36, 63: 1.44}
+_TYPICAL = ((0, 1.0), (15, 1.26), (31, 1.36), (63, 1.44))
 
 
 class Block(NamedTuple):
@@ -35,6 +32,11 @@ class Block(NamedTuple):
     tokens: Tensor
     tree: Tree | None
     q: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def parents(self) -> Tensor | None:
+        """[B, S] int32 of a tree."""
+        return None if self.tree is None else self.tree.parents
 
 
 def lattice_nodes(slots: int, candidates: int) -> int:
@@ -54,8 +56,10 @@ class Paths:
     Args:
         path: "walk" takes the drafter's own walk, "viterbi" the path with the highest probability, "tree" the
             `num_nodes` most probable nodes, best first.
-        num_nodes: 1 to 63 drafts, or "auto": in each round the number that promises most tokens per second, by the
-            nodes' own probabilities and the time that the target takes for so many slots.
+        num_nodes: 1 to 63 drafts, or "auto", which is one rule: of a few sizes the one with the most expected tokens
+            per second of a round, `best_size`. The seconds are measured at construction. Where the host sees every
+            round, the expected tokens are those of the round's own nodes, and every round has its size; rounds of
+            fixed shape have one size, by the tokens that trees of a size typically bring (`typical_tokens`).
         slots: Drafting slots of a block.
         candidates: Candidates of a slot.
 
@@ -79,94 +83,76 @@ class Paths:
                 f"got {num_nodes!r}"
             )
         self.path, self.slots, self.num_nodes = path, slots, int(num_nodes or 0)
-        self.costs: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}  # of a round, by the size of its tree
+        self.by_round = False
 
     @property
     def rows(self) -> int:
         """Slots of the largest block, anchor included."""
         return 1 + (self.num_nodes if self.path == "tree" else self.slots)
 
-    def block(
-        self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int, temperature: Tensor | float = 1.0
-    ) -> Block:
+    def block(self, ops: ModuleType, anchors: Tensor, proposal: Proposal, slots: int, temperature: Tensor) -> Block:
         """The block after `anchors` [B] from the first `slots` drafting slots of a proposal.
 
-        temperature: At which nodes and paths are weighed, [B] or a number. A tree over drafts that were sampled has
-        their walk as its trunk: what was drawn from q may not be chosen after the fact.
+        temperature: [B], at which nodes and paths are weighed. A tree over drafts that were sampled has their walk as
+        its trunk: what was drawn from q may not be chosen after the fact.
         """
         q = None if proposal.probs is None else (proposal.candidates[:, :slots], proposal.probs[:, :slots])
         if self.path == "walk":
             return Block(torch.cat([anchors[:, None], proposal.tokens[:, :slots]], 1), None, q)
         scores = proposal.scores[:, :slots]
-        if isinstance(temperature, Tensor):
-            scores = scores / temperature.view(-1, *[1] * (scores.dim() - 1))
-        elif temperature != 1:
-            scores = scores / temperature
+        scores = scores / temperature.view(-1, *[1] * (scores.dim() - 1))
         lattice = proposal.candidates[:, :slots], scores
         normalizers = None if proposal.log_normalizers is None else proposal.log_normalizers[:, :slots]
         if self.path == "viterbi":
             tokens, _ = ops.path_viterbi(*lattice, normalizers)
             return Block(torch.cat([anchors[:, None], tokens], 1), None)
         nodes = min(self.num_nodes, lattice_nodes(slots, proposal.candidates.shape[-1]))
-        found = None
-        if self.auto:
-            found = ops.path_tree(anchors, *lattice, nodes, normalizers)
-            nodes = self._best_size(found[-1][0])
-        if found is None or q is not None:
+        tree = None
+        if self.by_round:
+            tree = ops.path_tree(anchors, *lattice, nodes, normalizers)
+            nodes = self._size_of(tree[-1][0])
+        if tree is None or q is not None:
             width = min(slots, nodes)
             trunk = None if q is None else proposal.tokens[:, :width]
-            found = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
+            tree = ops.path_tree(anchors, *lattice, nodes, normalizers, trunk)
             q = None if q is None else (q[0][:, :width], q[1][:, :width])
-        tokens, *shape, _ = (x[:, : nodes + 1] for x in found)
+        tokens, *shape, _ = (x[:, : nodes + 1] for x in tree)
         return Block(tokens, Tree(*shape), q)
-
-    def _best_size(self, log_probs: Tensor) -> int:
-        """The number of nodes with the most expected tokens per second; a tree's first nodes are the smaller tree."""
-        expected = log_probs.exp().cumsum(0).tolist()  # the anchor's 1 is the bonus token
-        sizes = [size for size in self.costs if size < len(expected)] or [len(expected) - 1]
-        return max(sizes, key=lambda size: expected[size] / self.costs.get(size, 1.0))
 
     def sizes(self) -> list[int]:
         """The sizes that "auto" chooses from."""
         return sorted({min(size, self.num_nodes) for size in (self.slots, *_SIZES)})
 
-    def settle(self, costs: dict[int, float]) -> None:
-        """Choose one size for all rounds, where a round cannot choose: by the seconds that each takes the target."""
-        self.costs, self.auto = costs, False
-        self.num_nodes = max(costs, key=lambda size: _TYPICAL.get(size, 1.0) / costs[size])
+    def settle(self, seconds: dict[int, float], *, by_round: bool) -> None:
+        """Take the measured seconds of a round with a tree of each of `sizes`, and choose: in every round, or now."""
+        self.seconds, self.by_round = seconds, by_round
+        if not by_round:
+            sizes = list(seconds)
+            self.num_nodes = best_size([typical_tokens(size) for size in sizes], seconds)
 
-    def measure(self, target: Any, draft_seconds: float) -> None:
-        """Time the target's forward for the sizes "auto" chooses from; `draft_seconds` is the rest of a round."""
-        sizes = self.sizes()
-        ids = torch.full((1, 64), 1, device=target.device)
-        room = target.max_length or 256
-        cache = target.new_cache(1, 256)
-        target.prefill(ids[:, : max(1, min(64, room - self.slots - 1))], cache)
-        times: dict[int, list[float]] = {size: [] for size in sizes}
-        for trial in range(_TRIALS + 1):
-            for size in sizes:
-                seconds = _verify_seconds(target, cache, bushy(size, self.slots), ids)
-                if trial:
-                    times[size].append(seconds)
-        self.costs = {size: statistics.median(found) + draft_seconds for size, found in times.items()}
+    def _size_of(self, log_probs: Tensor) -> int:
+        """The size of this round's tree; a tree's first nodes are the smaller tree. log_probs: [1 + nodes]."""
+        expected = log_probs.exp().cumsum(0).tolist()  # the anchor's 1 is the bonus token
+        seconds = {size: spent for size, spent in self.seconds.items() if size < len(expected)}
+        return best_size([expected[size] for size in seconds], seconds) if seconds else len(expected) - 1
 
-
-def bushy(nodes: int, depth: int) -> list[int]:
-    """Parents of a tree of `nodes` drafts: a chain down to `depth`, the others below the anchor."""
-    chain = min(nodes, depth)
-    return [-1, *range(chain), *[0] * (nodes - chain)]
+    @property
+    def description(self) -> str | None:
+        """A line for `stats.backends`, where there is a tree."""
+        if self.path != "tree":
+            return None
+        if self.by_round:
+            return f"{', '.join(map(str, self.seconds))} nodes, chosen in every round"
+        return f"{self.num_nodes} nodes{', chosen once' if self.auto else ''}"
 
 
-def _verify_seconds(target: Any, cache: Any, parents: list[int], ids: Tensor) -> float:
-    tree = tree_of(parents, target.device)
-    begin = time.perf_counter()
-    target.verify(ids[:, : len(parents)], cache, tree)
-    index = torch.full((1, len(parents)), -1, dtype=torch.int32, device=target.device)
-    index[0, 0] = 0
-    length = cache.length
-    target.commit(cache, index, index.new_zeros(1))
-    if (accelerator := backends.accelerator(target.device)) is not None:
-        accelerator.synchronize(target.device)
-    seconds = time.perf_counter() - begin
-    cache.advance(length - cache.length)
-    return seconds
+def best_size(expected: Sequence[float], seconds: dict[int, float]) -> int:
+    """The size with the most expected tokens per second; `expected` in the order of `seconds`, a round's by size."""
+    rates = {size: tokens / seconds[size] for size, tokens in zip(seconds, expected, strict=True)}
+    return max(rates, key=rates.__getitem__)
+
+
+def typical_tokens(size: int) -> float:
+    """Tokens of a round with a tree of `size` nodes, against a walk: of the largest measured tree that is no larger."""
+    return [tokens for nodes, tokens in _TYPICAL if nodes <= size][-1]

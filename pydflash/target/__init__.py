@@ -1,6 +1,7 @@
 """All contact with transformers: targets behind the calls of a round, and how their layers are recognised."""
 
-from .generic import Target, TargetOutput
+from ..protocols import TargetOutput
+from .generic import Target
 from .loading import load_tokenizer
 
 __all__ = ["Target", "TargetOutput", "load_tokenizer"]

@@ -1,7 +1,7 @@
 """Many sequences at once through a target's own forward: keys and values in place, a length of its own for each row.
 
-Like `target_cache.py` this is contact with transformers: a cache layer, and an attention function that is borrowed
-for the duration of a forward. Sequences start at position 0 of their row; there is no padding on the left.
+Like `cache.py` this is contact with transformers: a cache layer, and an attention function in a view of the model.
+Sequences start at position 0 of their row; there is no padding on the left.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .cache import borrowed_attention
-from .generic import Target
+from ..protocols import ModelTarget
+from .view import ModelView
 
 ATTENTION = ("auto", "flash", "dense")
 KEY_STEP = 64  # the dense attention reads a multiple of this many keys
@@ -91,7 +91,7 @@ class BatchForward:
     or "dense" (torch's SDPA under a mask over the first `keys` positions of all rows).
     """
 
-    def __init__(self, target: Target, rows: int, capacity: int, attention: str = "auto") -> None:
+    def __init__(self, target: ModelTarget, rows: int, capacity: int, attention: str = "auto") -> None:
         """capacity is rounded up to a multiple of 64. attention: "auto" takes flash where it can serve every layer.
 
         Compares a few tokens with the target's own forward.
@@ -107,8 +107,9 @@ class BatchForward:
         self.capacity = -(-capacity // KEY_STEP) * KEY_STEP
         self._check_target(capacity)
         transformers.AttentionInterface.register(_NAME, _attend)
+        self._view = ModelView(target, _NAME)
         self._cache = DynamicCache()
-        self._layers = [_BatchLayer(rows, self.capacity) for _ in target._plan]
+        self._layers = [_BatchLayer(rows, self.capacity) for _ in target.facts.layer_kinds]
         self._cache.layers = list(self._layers)
         self._cache.layer_class_to_replicate = None
         self.attention = "dense"
@@ -168,18 +169,13 @@ class BatchForward:
 
     def _forward(self, ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         target = self.target
-        arguments: dict[str, Any] = {target._cache_name or "cache": self._cache, "position_ids": positions}
-        if target._takes_logits_to_keep:
+        arguments: dict[str, Any] = {target.facts.cache_argument: self._cache, "position_ids": positions}
+        if target.facts.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
         token = _STEP.set(step)
         try:
-            with (
-                torch.no_grad(),
-                target._borrow({}, ()),
-                borrowed_attention(target._text_config, _NAME),
-                sdpa_kernel(_SDPA),
-            ):
-                logits: Tensor = target.model(input_ids=ids, use_cache=True, **arguments).logits
+            with torch.no_grad(), sdpa_kernel(_SDPA):
+                logits: Tensor = self._view.current()(input_ids=ids, use_cache=True, **arguments).logits
         finally:
             _STEP.reset(token)
         return logits
@@ -190,12 +186,12 @@ class BatchForward:
 
     def _check_target(self, capacity: int) -> None:
         target = self.target
-        kinds = set(target._plan) - {"attention"}
+        kinds = set(target.facts.layer_kinds) - {"attention"}
         if kinds:
             self._refuse("attention layers only (others keep a state that cannot be addressed by position)", kinds)
-        if not target._takes_positions:
+        if not target.facts.takes_positions:
             self._refuse("a forward that takes position_ids", "none")
-        limits = (target.max_length, target._rope_switch)
+        limits = (target.max_length, target.facts.rope_switch)
         limit = min((x for x in limits if x is not None), default=capacity)
         if capacity > limit:
             self._refuse(f"texts of at most {limit} positions (its context or its short RoPE factors)", capacity)
@@ -221,8 +217,8 @@ class BatchForward:
             self._refuse("attention through transformers' AttentionInterface", f"{type(error).__name__}: {error}")
         finally:
             self._seen = None
-        own = [target._try_forward(row[None])[0].logits[0] for row in ids]
-        want = torch.stack([x[at - 1 :][:steps] for x, at in zip(own, lengths.tolist(), strict=True)]).float()
+        plain = [target.try_forward(row[None]).logits[0] for row in ids]
+        want = torch.stack([x[at - 1 :][:steps] for x, at in zip(plain, lengths.tolist(), strict=True)]).float()
         distance = ((torch.stack(got, 1).float() - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
         if not seen.calls:
             self._refuse("attention through transformers' AttentionInterface", "attention of its own")
@@ -236,7 +232,7 @@ class BatchForward:
 
     def _check_windows(self, windows: set[int]) -> None:
         """A window that only transformers' masks know of would be lost."""
-        config = self.target._text_config
+        config = self.target.facts.text_config
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         chunk = getattr(config, "attention_chunk_size", None)
         if "chunked_attention" in kinds and chunk is not None and self.capacity > chunk:

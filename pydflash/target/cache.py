@@ -1,12 +1,11 @@
 """The cache behind the generic target path: attention layers in preallocated buffers, recurrent layers by snapshot.
 
-Everything here relies on `transformers.cache_utils`; `target.py` imports this module when a model is at hand.
+Everything here relies on `transformers.cache_utils`; `generic.py` imports this module when a model is at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -79,17 +78,6 @@ class _KVLayer(DynamicLayer):
         self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
 
 
-@contextmanager
-def borrowed_attention(config: Any, name: str) -> Iterator[None]:
-    """A model's attention by the function registered under `name`, for the duration of a forward."""
-    own = config._attn_implementation
-    config._attn_implementation_internal = name  # the property would set it on configs inside this one, too
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = own
-
-
 class VerifiedBlock(NamedTuple):
     """A block that went through the target but is not committed: its tokens [1, S], the state before it, its shape."""
 
@@ -104,7 +92,7 @@ class TargetCache:
     `length` counts committed positions. A verified block is held in `block` until `Target.commit`.
     """
 
-    def __init__(self, config: Any, plan: Sequence[LayerKind], batch: int, capacity: int) -> None:
+    def __init__(self, config: Any, plan: Sequence[str], batch: int, capacity: int) -> None:
         self.batch = batch
         self.capacity = capacity
         self.block: VerifiedBlock | None = None
@@ -112,8 +100,8 @@ class TargetCache:
         self._extent = _Extent(0, capacity)
         layers: list[Any] = [_KVLayer(self._extent) for _ in plan]
         if any(kind != "attention" for kind in plan):
-            own = DynamicCache(config=config).layers
-            layers = [layers[i] if kind == "attention" else own[i] for i, kind in enumerate(plan)]
+            models = DynamicCache(config=config).layers
+            layers = [layers[i] if kind == "attention" else models[i] for i, kind in enumerate(plan)]
         self._stateful = [layer for layer, kind in zip(layers, plan, strict=True) if kind == "stateful"]
         self.model_cache = DynamicCache()
         self.model_cache.layers = layers

@@ -1,165 +1,83 @@
-"""The fast target: attention in place over preallocated keys and values, nothing on the host, any number of rows.
+"""The fused target: a model's layers as our decoder of records, in few launches.
 
-Layers of the common form run as a `Decoder`; all others through the model's own forward, with attention borrowed
-through transformers' AttentionInterface. Sequences start at position 0 of their row.
+Prompts run through the model's own layers, blocks through the decoder, over the same caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from torch.nn import functional as F
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .. import ops
 from ..decoder import formats
-from ..decoder.block import BlockView, block_masks
-from ..decoder.fingerprints import Fingerprint
-from ..decoder.stores import Cache, KVCache
-from ..ops import HALF
-from ..tree import Tree
-from .cache import borrowed_attention
-from .generic import Target, TargetOutput
-from .layers import Head, Recognised, UnknownForm
-from .probe import PROBE_TOKENS, rollback_fault, tree_fault
+from ..decoder.block import BlockView
+from ..decoder.stores import Cache
+from ..protocols import ModelTarget, TargetOutput
+from .layers import Head, Recognised
+from .own import OwnTarget
+from .recognise import UnknownForm
 from .wiring import wiring_fault
 
-_NAME = "pydflash_fast"
-_PREFILL_ROWS = 2048  # of one forward; fewer in float32, whose attention needs a matrix of scores
-_PREFILL_ROWS_WIDE = 512
 
-
-@dataclass(slots=True)
-class _Step:
-    """What the layers of one forward share. view: None in a prefill of `row` from position `start` on.
-
-    windows: What each layer's attention was told. norms: Those of each layer's queries, where they are asked for.
-    """
-
-    cache: Cache
-    row: int = 0
-    start: int = 0
-    view: BlockView | None = None
-    layer: int = 0
-    windows: dict[int, int] = field(default_factory=dict)
-    norms: dict[int, Tensor] | None = None
-
-
-_STEP: ContextVar[_Step] = ContextVar("pydflash_fast_step")
-
-
-class _Layer(DynamicLayer):
-    """Puts a layer's new keys and values where the step wants them."""
-
-    is_sliding = False
-
-    def __init__(self, i: int) -> None:
-        super().__init__()
-        self._i = i
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        step, i = _STEP.get(), self._i
-        step.layer = i
-        part, both = step.cache.part(i), (key_states, value_states)
-        if step.view is not None:
-            for buffer, states in zip((part.block_k, part.block_v), both, strict=True):
-                buffer.copy_(states)
-            return both
-        end = step.start + key_states.shape[2]
-        views = [buffer[step.row : step.row + 1, :, :end] for buffer in (part.k, part.v)]
-        for view, states in zip(views, both, strict=True):
-            view[:, :, step.start :].copy_(states)
-        return views[0], views[1]
-
-    def get_seq_length(self, *args: Any) -> int:
-        """0: positions are always given, so nothing may be derived from the cache."""
-        return 0
-
-
-class FastTarget:
-    """A target behind the calls of a round, without a decision on the host.
+class FusedTarget(OwnTarget):
+    """A target behind the calls of a round, whose layers were recognised.
 
     Attributes:
-        recognised: The decoder that runs the blocks, or None where the model's own forward does.
-        form: One line on which of the two it is.
+        recognised: The decoder that runs the blocks.
+        form: One line on what runs.
         weights: How a CPU's are packed, or why not; else "".
     """
 
-    def __init__(self, target: Target, quantize: str | None = None) -> None:
-        """Tries a chain, rollbacks and a tree on a few tokens against the model's own forward.
+    def __init__(self, target: ModelTarget, quantize: str | None = None) -> None:
+        """Compares the layers with the decoder one by one, then a chain, rollbacks and a tree with the model's forward.
 
         On a CPU weights are packed, which copies them, where there is room. quantize: "int8" packs them into 8 bits;
         prompts still run through the model's own weights.
 
-        Raises: ValueError, naming the model's class and the reason, where the target cannot run this way.
+        Raises: UnknownForm, a ValueError, where the layers are not of the common form; ValueError, naming the model's
+        class and the reason, where not even its own layers can run in place.
         """
-        self.target = target
-        self.device, self.dtype, self.max_length = target.device, target.dtype, target.max_length
-        self.embed_weight, self.hidden_size = target.embed_weight, target.hidden_size
-        self._check_family()
-        transformers.AttentionInterface.register(_NAME, _attend)
-        self._model_cache = DynamicCache()
-        self._model_cache.layers = [_Layer(i) for i in range(target.num_layers)]
-        self._model_cache.layer_class_to_replicate = None
-        self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._windows: dict[int, int] = {}
-        self.weights = ""
+        self.prepare(target)
+        self.form, self.weights = "fused layers", ""
         self._format: formats.WeightFormat | None = None
-        self._shape = (target.num_layers, *self._head_shape())
-        self.recognised: Recognised | None = None
-        self._source = Fingerprint()
-        ids = target._trial_ids(24)
-        expected = target._try_forward(ids)[0].logits
-        fault = self._recognise(ids, expected, quantize)
-        if fault is not None:
-            self.recognised = None
-            if (own := self._fault(ids, expected)) is not None:
-                self._refuse("attention that positions and windows describe fully", own)
-            if quantize is not None:
-                self._refuse(f"layers of the common form for quantize={quantize!r}", f"none: they need {fault}")
-            self.form = f"the model's own layers (fused ones need {fault})"
-
-    def _recognise(self, ids: Tensor, expected: Tensor, quantize: str | None) -> str | None:
-        """Run the layers as a decoder from now on; says why not where it cannot be."""
         try:
-            self._run_at(ids, torch.arange(ids.shape[1], device=self.device)[None])
-            if (fault := self._window_fault()) is not None:
-                return fault
-            own = Recognised(self.target, self._windows)
-            if (fault := wiring_fault(own, ids, self._run_at)) is not None:
-                return fault
-            self.form = "fused layers"
-            if self.device.type != "cpu":  # where weights may still lie in their file
-                own.join_weights()
-            elif quantize is None:
-                self._pack(own, None)
-            self.recognised = own
-            fault = self._fault(ids, expected)
-        except UnknownForm as error:
-            return str(error)
+            self.recognised = self._recognise(quantize)
+            fault = self.trial_fault()
+        except UnknownForm:
+            raise
         except Exception as error:  # whatever else a model of another form may lack
-            return f"{type(error).__name__}: {error}"
-        if fault is None and quantize is not None:
-            self._pack(own, quantize)
-        return fault
+            raise UnknownForm(f"{type(error).__name__}: {error}") from error
+        if fault is not None:
+            raise UnknownForm(fault)
+        if quantize is not None:
+            self._pack(self.recognised, quantize)
 
-    def _pack(self, own: Recognised, quantize: str | None) -> None:
-        found = formats.choose(own.weights(), quantize, self.device)
+    def _recognise(self, quantize: str | None) -> Recognised:
+        ids = self.target.trial_ids(24)
+        self.run_at(ids, torch.arange(ids.shape[1], device=self.device)[None])
+        if (fault := self.window_fault()) is not None:
+            raise UnknownForm(fault)
+        recognised = Recognised(self.target, self.windows)
+        if (fault := wiring_fault(recognised, ids, self.run_at)) is not None:
+            raise UnknownForm(fault)
+        if self.device.type != "cpu":  # where weights may still lie in their file
+            recognised.join_weights()
+        elif quantize is None:
+            self._pack(recognised, None)
+        return recognised
+
+    def _pack(self, recognised: Recognised, quantize: str | None) -> None:
+        found = formats.choose(recognised.weights(), quantize, self.device)
         if isinstance(found, formats.WeightFormat):
-            own.pack(found)
+            recognised.pack(found)
             self._format = found
             self.weights = f"{quantize or 'packed'} weights"
-            if own.decoder.uncompiled:
-                self.weights += f", record by record: {own.decoder.uncompiled}"
+            if recognised.decoder.uncompiled:
+                self.weights += f", record by record: {recognised.decoder.uncompiled}"
         elif quantize is not None:
-            self._refuse(f"weights that quantize={quantize!r} can pack", found)
+            self.refuse(f"weights that quantize={quantize!r} can pack", found)
         else:
             self.weights = f"weights not packed: {found}"
 
@@ -170,247 +88,87 @@ class FastTarget:
 
         Raises: ValueError where the model's layers are no longer what they were.
         """
-        if self.recognised is not None:
-            if self.recognised.changed():
-                self.recognised = self._renewed()
-            return (self.recognised,)
-        parameters = list(self.target.model.parameters())
-        if self._source.moved(parameters):
-            self._source = Fingerprint(parameters)
-        return (self._source,)
+        if self.recognised.changed():
+            self.recognised = self._renewed()
+        return (self.recognised,)
 
     def refresh(self) -> None:
         """Drop every copy of weights, whether they seem to have changed or not: for edits that no sample shows."""
         formats.forget_shared()
-        self._source = Fingerprint()
-        if self.recognised is not None:
-            self.recognised = self._renewed()
+        self.recognised = self._renewed()
 
     def _renewed(self) -> Recognised:
         """The model as it is now."""
         if self.target.model.dtype != self.dtype:
-            self._refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
+            self.refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
         try:
-            own = Recognised(self.target, self._windows)
+            recognised = Recognised(self.target, self.windows)
         except UnknownForm as error:
-            self._refuse("layers of the common form, as when it was taken", f"others: they need {error}")
+            self.refuse("layers of the common form, as when it was taken", f"others: they need {error}")
         if self.device.type != "cpu":
-            own.join_weights()
+            recognised.join_weights()
         if self._format is not None:
-            own.pack(self._format)
-        return own
+            recognised.pack(self._format)
+        return recognised
+
+    @property
+    def description(self) -> str:
+        return ", ".join(filter(None, (self.form, self.weights)))
 
     @property
     def head(self) -> Any:
         """The target's head, packed where the layers are."""
-        own = None if self.recognised is None else self.recognised.head
-        return self.target.head if own is None or own.packed is None else Head(own)
+        head = self.recognised.head
+        return self.target.head if head is None or head.packed is None else Head(head)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `batch` sequences of `capacity` positions."""
-        if self.recognised is not None:
-            return self.recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
-        return KVCache(*self._shape[:1], batch, *self._shape[1:], capacity, dtype=self.dtype, device=self.device)
-
-    def prefill(self, ids: Tensor, cache: Cache, row: int = 0) -> TargetOutput:
-        """Run the next tokens [1, P] of a row and commit them. Returns logits [1, 1, V] and features [1, P, F * H]."""
-        chunks = list(self.prefill_chunks(ids, cache, row))
-        features = [chunk.features for chunk in chunks if chunk.features is not None]
-        return TargetOutput(chunks[-1].logits, torch.cat(features, 1) if features else None)
+        if not hasattr(self, "recognised"):  # during the trial of the model's own layers
+            return super().new_cache(batch, capacity)
+        return self.recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
 
     def prefill_chunks(self, ids: Tensor, cache: Cache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
-        self._check_open("prefill")
-        if self.recognised is not None and self.device.type == "cpu":  # elsewhere a captured round reads what would go
+        if self.device.type == "cpu":  # elsewhere a captured round reads what would go
             self.derived()
-        start = int(cache.lengths[row])
-        size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
-        for part in ids.split(size, 1):
-            positions = torch.arange(start, start + part.shape[1], device=self.device)[None]
-            output = self._forward(part, positions, _Step(cache, row, start), last_only=True)
-            start += part.shape[1]
-            cache.lengths[row] = start
-            yield output
-
-    def verify(self, tokens: Tensor, cache: Cache, tree: Tree | None = None) -> TargetOutput:
-        """Run a block [B, S] behind every row's committed positions, which stay as they are; S at most 64.
-
-        Returns logits [B, S, V] and features [B, S, F * H].
-        """
-        self._check_open("verify")
-        size = tokens.shape[1]
-        if size not in self._masks:
-            self._masks[size] = block_masks(size, self.device)
-        depths, _, visibility = self._masks[size]
-        if tree is not None:
-            depths, visibility = tree.depths, tree.visibility
-        view = BlockView(visibility, depths)
-        cache.open(size)
-        if self.recognised is not None:
-            return self._decode(self.recognised, tokens, cache, view)
-        positions = cache.lengths[:, None].long() + depths
-        if self.target.max_length is not None:  # rows behind it are cut away by the caller
-            positions = positions.clamp(max=self.target.max_length - 1)
-        return self._forward(tokens, positions, _Step(cache, view=view))
-
-    def append(self, cache: Cache, index: Tensor) -> None:
-        """Put the block's slots `index` [B, S] behind every row's committed positions; lengths are the caller's."""
-        if not cache.is_open:
-            raise ValueError("append: cache must hold a block from verify, got none")
-        cache.commit(index)
-
-    def commit(self, cache: Cache, index: Tensor, num_accepted: Tensor) -> None:
-        """Keep the anchor and the accepted drafts of the verified block, and forget the rest."""
-        self.append(cache, index.to(self.device, torch.int32))
-        cache.lengths += num_accepted.to(self.device, torch.int32) + 1
+        return super().prefill_chunks(ids, cache, row)
 
     def tables(self, positions: int) -> object:
         """The rotary tables that `verify` reads up to `positions`; a captured graph must keep them alive."""
-        return None if self.recognised is None else self.recognised.tables(positions)
+        return self.recognised.tables(positions)
 
-    def _decode(self, own: Recognised, tokens: Tensor, cache: Cache, view: BlockView) -> TargetOutput:
-        ids, decoder = self.target.layer_ids, own.decoder
-        with torch.no_grad(), self._own_dtype():
-            hidden, taken = decoder(own.embed(tokens), cache, own.tables(cache.capacity + 64), view, set(ids))
-            if own.head is None:
+    def verify_block(self, tokens: Tensor, cache: Cache, view: BlockView) -> TargetOutput:
+        """As `verify`, by the decoder."""
+        ids, recognised = self.layer_ids, self.recognised
+        with torch.no_grad(), self.exact_dtype():
+            embedded, tables = recognised.embed(tokens), recognised.tables(cache.capacity + 64)
+            hidden, taken = recognised.decoder(embedded, cache, tables, view, set(ids))
+            if recognised.head is None:
                 logits = self.target.head(hidden)
             else:
-                logits = own.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
+                logits = recognised.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
         return TargetOutput(logits, torch.cat([taken[i] for i in ids], -1) if ids else None)
 
-    def _forward(self, ids: Tensor, positions: Tensor, step: _Step, last_only: bool = False) -> TargetOutput:
-        target = self.target
-        arguments: dict[str, Any] = {target._cache_name or "cache": self._model_cache, "position_ids": positions}
-        if last_only and target._takes_logits_to_keep:
-            arguments["logits_to_keep"] = 1
-        taken: dict[int, Tensor] = {}
-        token = _STEP.set(step)
-        try:
-            with (
-                torch.no_grad(),
-                self._own_dtype(),
-                target._borrow(taken, target.layer_ids),
-                borrowed_attention(target._text_config, _NAME),
-            ):
-                logits = target.model(input_ids=ids, use_cache=True, **arguments).logits
-        finally:
-            _STEP.reset(token)
-        self._windows = step.windows  # not the step: it would keep the cache of the last forward
-        features = torch.cat([taken[i] for i in target.layer_ids], -1).to(self.dtype) if taken else None
-        return TargetOutput(logits[:, -1:] if last_only else logits, features)
 
-    def _own_dtype(self) -> torch.autocast:
-        """Keeps a surrounding autocast out: the cache and the ops take the model's own dtype."""
-        return torch.autocast(self.device.type, enabled=False)
+def in_place(target: ModelTarget, quantize: str | None = None, form: str = "auto") -> OwnTarget:
+    """The target in a form that needs no decision on the host.
 
-    def _check_open(self, op: str) -> None:
-        if self.target._closed:
-            raise ValueError(f"{op}: target must be open, got one after close()")
+    form: "fused", "own", or "auto" for the first of the two that it can have.
 
-    def _refuse(self, expected: str, got: object) -> NoReturn:
-        raise ValueError(f"FastTarget: {type(self.target.model).__name__} must have {expected}, got {got}")
-
-    def _check_family(self) -> None:
-        target, config = self.target, self.target._text_config
-        if kinds := set(target._plan) - {"attention"}:
-            self._refuse("attention layers only", ", ".join(sorted(kinds)))
-        if not target._takes_positions:
-            self._refuse("a forward that takes position_ids", "none")
-        if self.dtype not in (*HALF, torch.float32):
-            self._refuse("parameters of float32, bfloat16 or float16", self.dtype)
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        dynamic = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "dynamic"
-        if target._rope_switch is not None or dynamic:
-            self._refuse("RoPE that does not change with the length", rope)
-        if getattr(config, "attn_temperature_tuning", False) or getattr(config, "attention_types", None):
-            self._refuse("attention that does not depend on the place in the block", type(config).__name__)
-        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            self._refuse("full or sliding attention", "chunked_attention")
-        if (target.max_length or PROBE_TOKENS) < PROBE_TOKENS:
-            self._refuse(f"a context of at least {PROBE_TOKENS} positions", target.max_length)
-
-    def _head_shape(self) -> tuple[int, int]:
-        """Key-value heads and their size, from the cache of one forward."""
-        target = self.target
-        output, _ = target._try_forward(target._trial_ids(2))
-        cache = getattr(output, target._cache_name or "cache")
-        shapes = {(*layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in cache.layers}
-        heads, dim, *values = shapes.pop()
-        if shapes or values != [heads, dim]:
-            self._refuse("keys and values of one shape in all layers", [*shapes, (heads, dim, *values)])
-        if dim % 8 != 0 or dim > 256:
-            self._refuse("a head size that is a multiple of 8 up to 256", dim)
-        return heads, dim
-
-    def _fault(self, ids: Tensor, expected: Tensor) -> str | None:
-        """What a trial on tokens with known logits finds wrong."""
-        fault = tree_fault(self, ids[:, :PROBE_TOKENS]) or rollback_fault(self, ids, expected)
-        if fault is None and self.recognised is None:
-            fault = self._window_fault()
-        return fault
-
-    def _run_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        norms: dict[int, Tensor] = {}
-        step = _Step(self.new_cache(1, ids.shape[1]), norms=norms)
-        return self._forward(ids, positions, step).logits, norms
-
-    def _window_fault(self) -> str | None:
-        """A window that only transformers' masks know of would be lost."""
-        config = self.target._text_config
-        if not self._windows:
-            return "attention of its own beside transformers' AttentionInterface"
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-        window = getattr(config, "sliding_window", None)
-        if "sliding_attention" in kinds and window and not any(self._windows.values()):
-            return f"a sliding window ({window}) that its attention is not told"
-        return None
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [B, heads, S, dim] queries to [B, S, heads, dim]. The mask is not read."""
-    if softcap is not None or s_aux is not None:
-        raise ValueError("attention must be without soft caps and sinks")
-    step = _STEP.get()
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or 0
-    step.windows[step.layer] = window
-    if step.norms is not None:
-        step.norms[step.layer] = query.float().norm()
-    if step.view is None:
-        return _attend_prefill(query, key, value, scale, window), None
-    part, lengths, view = step.cache.part(step.layer), step.cache.lengths, step.view
-    out = ops.block_attention(query, part.k, part.v, key, value, lengths, view.visibility, view.depths, window, scale)
-    return out.transpose(1, 2), None
-
-
-def _attend_prefill(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    """Causal attention of the last positions of one row over all of them: [1, S, heads, dim]."""
-    size, end = query.shape[2], key.shape[2]
-    windowed = 0 < window < end
-    if query.is_cuda and query.dtype in HALF and (windowed or size < end):
-        # Torch's attention takes neither a window nor more keys than queries without a mask; the operator below does.
-        rows = [x.transpose(1, 2) for x in (query, key, value)]
-        left, right = (window - 1, 0) if windowed else (None, None)
-        return torch.ops.aten._flash_attention_forward(
-            *rows, None, None, size, end, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
-        )[0]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None
-    if windowed or size < end:
-        distance = torch.arange(end - size, end, device=query.device)[:, None] - torch.arange(end, device=query.device)
-        mask = (distance >= 0) & (distance < (window or end))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
-    return out.transpose(1, 2)
+    Raises: ValueError, naming the model's class and the reason, where it cannot have that form, or not with `quantize`.
+    """
+    if form == "own":
+        return OwnTarget(target)
+    try:
+        return FusedTarget(target, quantize)
+    except UnknownForm as error:
+        reason = str(error)
+    if form == "fused" or quantize is not None:
+        why = "" if quantize is None else f" for quantize={quantize!r}"
+        raise ValueError(
+            f"FusedTarget: {type(target.model).__name__} must have layers of the common form{why}, got others: they "
+            f"need {reason}"
+        )
+    own = OwnTarget(target)
+    own.form = f"the model's own layers (fused ones need {reason})"
+    return own

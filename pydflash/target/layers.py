@@ -28,7 +28,7 @@ from .recognise import (
 )
 
 if TYPE_CHECKING:
-    from .generic import Target
+    from ..protocols import ModelTarget
 
 
 class Head:
@@ -44,9 +44,9 @@ class Head:
 class Recognised:
     """A target's decoder with its embedding, its head and its rotary tables, sharing the model's own weights."""
 
-    def __init__(self, target: Target, windows: dict[int, int]) -> None:
+    def __init__(self, target: ModelTarget, windows: dict[int, int]) -> None:
         """windows: the sliding window of each layer, as its attention is told; 0 where it sees everything."""
-        config = target._text_config
+        config = target.facts.text_config
         self.target, self._windows = target, windows
         self.embed: nn.Module = target.model.get_input_embeddings()
         body = _body(target)
@@ -131,7 +131,7 @@ class Recognised:
         return (cos[:, :half].contiguous(), sin[:, :half].contiguous()), False
 
 
-def _body(target: Target) -> nn.Module:
+def _body(target: ModelTarget) -> nn.Module:
     """The module that holds the list of layers."""
     for module in target.model.modules():
         if any(child is target.layers for child in module.children()):

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 from torch import Tensor
 
-from ..tree import Tree, tree_of
+from ..protocols import BlockTarget
+from ..tree import tree_of
 
 _PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # two branches with siblings; the path 0, 2, 5 leaves gaps
 _PATH = (0, 2, 5)
 PROBE_TOKENS = 13
 
 
-class Tried(Protocol):
-    """What a trial needs of a target, of either path."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def new_cache(self, batch: int, capacity: int) -> Any: ...
-    def prefill(self, ids: Tensor, cache: Any) -> Any: ...
-    def verify(self, tokens: Tensor, cache: Any, tree: Tree | None = None) -> Any: ...
-    def commit(self, cache: Any, index: Tensor, num_accepted: Tensor) -> None: ...
-
-
-def rollback_fault(target: Tried, ids: Tensor, expected: Tensor) -> str | None:
+def rollback_fault(target: BlockTarget, ids: Tensor, expected: Tensor) -> str | None:
     """Rounds of several sizes, some with rejected tokens: the logits must be those of one forward over `ids`.
 
     Returns: what is wrong, or None.
@@ -47,7 +34,7 @@ def rollback_fault(target: Tried, ids: Tensor, expected: Tensor) -> str | None:
     return _distance(target, torch.cat(rows, 1)[0], expected[0, start:end])
 
 
-def tree_fault(target: Tried, ids: Tensor) -> str | None:
+def tree_fault(target: BlockTarget, ids: Tensor) -> str | None:
     """A tree after a few tokens, and a chain after one of its paths: the logits must be those of plain forwards.
 
     ids: [1, PROBE_TOKENS]. Returns: what is wrong, or None.
@@ -75,12 +62,12 @@ def tree_fault(target: Tried, ids: Tensor) -> str | None:
     return _distance(target, got, wanted)
 
 
-def _plain(target: Tried, ids: Tensor) -> Tensor:
+def _plain(target: BlockTarget, ids: Tensor) -> Tensor:
     cache = target.new_cache(1, ids.shape[1])
     return target.verify(ids, cache).logits[0]
 
 
-def _distance(target: Tried, got: Tensor, wanted: Tensor) -> str | None:
+def _distance(target: BlockTarget, got: Tensor, wanted: Tensor) -> str | None:
     got, wanted = got.float(), wanted.float()
     distance = ((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max().item()
     # Rounding stays far below; a state that is dropped, doubled or updated by another rule does not.

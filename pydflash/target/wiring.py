@@ -6,8 +6,10 @@ factor near 1; queries, attention and MLP must agree up to rounding, at the star
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,12 +53,15 @@ def wiring_fault(
 def _watch(own: Recognised) -> Iterator[dict[nn.Module, _Seen]]:
     """What each module of interest takes and gives."""
     seen: dict[nn.Module, _Seen] = {}
+    thread = threading.get_ident()
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def take(key: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         given = output if isinstance(output, Tensor) else output[0]
-        seen[module] = _Seen(args[0] if args else next(iter(kwargs.values())), given)
+        seen[key] = _Seen(args[0] if args else next(iter(kwargs.values())), given)
 
-    handles = [module.register_forward_hook(take, with_kwargs=True) for module in _modules(own)]
+    handles = [module.register_forward_hook(partial(take, module), with_kwargs=True) for module in _modules(own)]
     try:
         yield seen
     finally:

@@ -26,7 +26,7 @@ _SMALLEST = 32  # rows of the smallest graph
 _BLOCK = 128  # ids whose weights are summed together when a token is drawn
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One text to continue. key: anything, handed back; seed: 64 bits, signed."""
 
     key: Any
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 class Response(NamedTuple):
     """A finished text. ids: int32 [n], the prompt first, a stop token included; finish_reason: "stop" or "length"."""
 
-    request: Request
+    request: BatchRequest
     ids: np.ndarray
     finish_reason: str
     loops: bool
@@ -112,12 +112,12 @@ class BatchGenerator:
         )
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphs is not None else None
         # The host's view: which rows hold a request, and no fewer tokens than each of them has.
-        self._requests: list[Request | None] = [None] * batch_size
+        self._requests: list[BatchRequest | None] = [None] * batch_size
         self._most = np.zeros(batch_size, dtype=np.int64)
         self._size = 0
         self.new_tokens = 0
 
-    def run(self, take: Callable[[int], list[Request]]) -> Iterator[list[Response]]:
+    def run(self, take: Callable[[int], list[BatchRequest]]) -> Iterator[list[Response]]:
         """Yield what is finished, a list every `sync_every` steps, until nothing is left.
 
         take: gives up to the asked number of requests; it is asked again after every list, so that a request may
@@ -143,7 +143,7 @@ class BatchGenerator:
                 return
             done = self._collect() if working else None
 
-    def _fill(self, requests: list[Request]) -> None:
+    def _fill(self, requests: list[BatchRequest]) -> None:
         if not requests:
             return
         longest = max(len(request.ids) for request in requests)
@@ -162,7 +162,7 @@ class BatchGenerator:
             self._prefill(requests[:size], free[:size])
             requests, free = requests[size:], free[size:]
 
-    def _prefill(self, requests: list[Request], places: list[int]) -> None:
+    def _prefill(self, requests: list[BatchRequest], places: list[int]) -> None:
         lengths = [len(request.ids) for request in requests]
         ids = np.zeros((len(requests), max(lengths)), dtype=np.int64)
         for row, request in zip(ids, requests, strict=True):

@@ -11,7 +11,7 @@ import torch
 
 from ..sampling import SamplingParams
 from ..target.generic import Target
-from .generate import Request, Response
+from .generate import BatchRequest, Response
 from .prompts import Chat, Prompt, PromptSet
 from .shards import Record, ShardWriter
 
@@ -149,7 +149,7 @@ class Jobs:
         parts = [sorted(found[i : i + window], key=lambda pair: len(pair[1])) for i in range(0, len(found), window)]
         self._waiting = deque(self._request(job, ids) for part in parts for job, ids in part)
 
-    def take(self, n: int) -> list[Request]:
+    def take(self, n: int) -> list[BatchRequest]:
         return [self._waiting.popleft() for _ in range(min(n, len(self._waiting)))]
 
     def receive(self, response: Response) -> None:
@@ -178,5 +178,5 @@ class Jobs:
         self._writer.add(job.key, job.records, +job.counts)
         self.left -= 1
 
-    def _request(self, job: Job, ids: Sequence[int]) -> Request:
-        return Request(job, ids, job.temperature, number_of(self._settings.seed, job.key, len(job.answers)))
+    def _request(self, job: Job, ids: Sequence[int]) -> BatchRequest:
+        return BatchRequest(job, ids, job.temperature, number_of(self._settings.seed, job.key, len(job.answers)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..checkpoints.files import write_file
 from ..checkpoints.values import cut
-from .generate import BatchGenerator, Request, Response
+from .generate import BatchGenerator, BatchRequest, Response
 from .prompts import Chat, Prompt, PromptSet
 
 FEWEST_TOKENS = 6
@@ -104,8 +104,8 @@ class SelfPrompts:
 
     def _requests(
         self, numbers: Iterator[int], temperature: float, seed: Callable[[int], int], n: int
-    ) -> list[Request]:
-        return [Request(i, self.opening, temperature, seed(i)) for i in itertools.islice(numbers, n)]
+    ) -> list[BatchRequest]:
+        return [BatchRequest(i, self.opening, temperature, seed(i)) for i in itertools.islice(numbers, n)]
 
     def _judge(self, attempt: int, response: Response) -> None:
         ids = response.ids[len(self.opening) :].tolist()

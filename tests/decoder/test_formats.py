@@ -19,7 +19,7 @@ from pydflash.decoder import formats
 from pydflash.decoder.formats import PackedLinear, WeightFormat, choose
 from pydflash.drafter.packed import PackedDrafter
 from pydflash.ops import backends
-from pydflash.target.fused import FastTarget
+from pydflash.target.fused import FusedTarget
 from pydflash.tree import tree_of
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -167,7 +167,7 @@ def test_drafted_text_is_the_targets_own(path: str, version: int, quantize: str 
 def test_rows_of_a_forward_are_alone_to_the_last_bit(quantize: str | None) -> None:
     """Logits and features of a chain and of a tree's branch are those of tokens that went through one by one."""
     target = Target(copy.deepcopy(TINY["llama"]()).to(torch.bfloat16), (0, 1))
-    fast = FastTarget(target, quantize)
+    fast = FusedTarget(target, quantize)
     prompt, ids = torch.arange(1, 90)[None], torch.tensor([[5, 9, 3, 7, 2, 8, 4, 6]])
     first = torch.zeros(1, 1, dtype=torch.int32)
     caches = [fast.new_cache(1, 128) for _ in range(3)]
@@ -219,7 +219,7 @@ def test_int8_is_what_decodes() -> None:
     """Weights that 8 bits cannot tell apart from others give the text of those."""
     model = TINY["llama"]()
     target = Target(model)
-    fast, exact = FastTarget(target, "int8"), FastTarget(target)
+    fast, exact = FusedTarget(target, "int8"), FusedTarget(target)
     ids = torch.arange(1, 9)[None]
     outputs = []
     for one in (fast, exact):

@@ -16,7 +16,7 @@ from torch import Tensor
 from pydflash import Drafter, Target
 from pydflash.decoder import formats
 from pydflash.drafter.decoder import decoder_of
-from pydflash.target.fused import FastTarget
+from pydflash.target.fused import FusedTarget
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_a_target_taps_what_its_model_gives(family: str) -> None:
     """Residual streams of several layers, in the order of the layers and of the block's slots."""
     layers = (1, 0)
     target = Target(TINY[family](), layers)
-    fast = FastTarget(target)
+    fast = FusedTarget(target)
     assert fast.recognised is not None
     assert fast.recognised.decoder.program is not None
     ids = torch.arange(1, 12)[None]

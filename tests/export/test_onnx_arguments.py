@@ -111,8 +111,8 @@ def test_options_that_do_not_fit_are_refused(found: Exported, options: dict[str,
 @pytest.mark.parametrize("heat", [0.0, -1.0, float("nan"), np.array([1.0, 0.0])])
 def test_normalizers_of_no_temperature_are_refused(tmp_path: Path, heat: Any) -> None:
     onnx = OnnxDrafter(export(tmp_path, build_drafter(1)).folder)
-    with pytest.raises(ValueError, match="normalizers must be temperatures above 0"):
-        onnx.propose(ANCHORS, onnx.new_cache(2, 12), normalizers=heat)
+    with pytest.raises(ValueError, match="node_temperature must be above 0"):
+        onnx.propose(ANCHORS, onnx.new_cache(2, 12), node_temperature=heat)
 
 
 @pytest.mark.parametrize(

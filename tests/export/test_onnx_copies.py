@@ -43,9 +43,9 @@ def test_a_copied_speculator_generates_the_same_and_closes_alone(work: Path, pat
     assert other.drafter is not spec.drafter
     assert other.drafter.session is spec.drafter.session
     assert other.drafter.config == spec.drafter.config
-    assert other._loop.drafter is other.drafter
+    assert other.loop.parts.drafter is other.drafter
     assert other.target is not spec.target
-    assert other._loop.target is not spec._loop.target
+    assert other.loop.parts.target is not spec.loop.parts.target
     want = other.generate([5, 6, 7], **options).token_ids
     for _ in stream:  # of the original, half way through while the copy ran
         pass

@@ -79,7 +79,7 @@ def test_forty_rounds_draft_as_torch_does(found: Exported) -> None:
         if turn % 3 == 1:
             options |= {"temperature": 0.8, "seeds": turn}
         if turn % 3 == 2:
-            options |= {"normalizers": 0.6}
+            options |= {"node_temperature": 0.6}
         got = onnx.propose(anchors, caches[0], **options)
         want = drafter.propose(torch.from_numpy(anchors), caches[1], **tables, **options)
         assert_same(got, want)

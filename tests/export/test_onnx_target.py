@@ -157,7 +157,7 @@ def test_what_does_not_go_together_is_refused(pair: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"features of layers \[0, 2\] .*got \[1, 3\]"):
         Speculator(other, OnnxDrafter(pair["folder"]))
     with pytest.raises(ValueError, match="target_path must be 'generic' or 'auto' with a target of type OnnxTarget"):
-        Speculator(target, None, target_path="fast")
+        Speculator(target, None, target_path="fused")
     for options in ({"device": "cuda"}, {"dtype": "bfloat16"}):
         with pytest.raises(ValueError, match="must be None for a target on ONNX Runtime"):
             Speculator.from_pretrained(pair["folder"], **options)

@@ -12,7 +12,7 @@ from pairs import VOCAB, build_drafter, fitted, fitted_prompts
 from tiny_models import TINY
 
 from pydflash import Drafter, Generation, Speculator, Stats
-from pydflash.drafter.module import Proposal
+from pydflash.protocols import Proposal
 
 LAYERS = 6
 NOBODY: list[int] = []  # no stop tokens

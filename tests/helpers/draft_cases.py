@@ -9,7 +9,7 @@ from pairs import HIDDEN, VOCAB
 from torch import Tensor, nn
 
 from pydflash import Drafter
-from pydflash.drafter.module import Proposal
+from pydflash.protocols import Proposal
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

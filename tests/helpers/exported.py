@@ -76,7 +76,7 @@ def feed_of(
             drafter.append_context(features, cache)
         want: Arrays = {"hidden": drafter.hidden(anchors, cache, found.table, slots), "k": k, "v": v}
         tables = {"embed": found.table, "head": found.head}
-        want |= drafter.propose(anchors, cache, **tables, block_size=slots, normalizers=0.7)._asdict()
+        want |= drafter.propose(anchors, cache, **tables, block_size=slots, node_temperature=0.7)._asdict()
     feed: Arrays = {"input_ids": ids.numpy(), "target_hidden": features[:, past:].numpy()}
     if config.version == 1:
         feed["temperature"] = np.full(batch, 0.7, np.float32)

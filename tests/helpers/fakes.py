@@ -11,7 +11,7 @@ from pairs import HIDDEN, VOCAB
 from torch import Tensor, nn
 
 from pydflash import Target
-from pydflash.target.generic import TargetOutput
+from pydflash.protocols import TargetOutput
 
 
 @dataclass

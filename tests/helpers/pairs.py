@@ -123,7 +123,7 @@ class Scripted:
         cache["length"] += features.shape[1]
 
     def propose(self, anchors: Tensor, cache: dict[str, int], **options: Any) -> Any:
-        from pydflash.drafter.module import Proposal
+        from pydflash.protocols import Proposal
 
         at, size = cache["length"], options["block_size"]
         known = (self.text + [0] * size)[at + 1 : at + size]

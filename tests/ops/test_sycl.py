@@ -32,7 +32,7 @@ def texts(model: Any, drafter: Any, sampling: dict[str, Any], options: dict[str,
 
 
 @needs_sycl
-@pytest.mark.parametrize("target_path", ["generic", "fast"])
+@pytest.mark.parametrize("target_path", ["generic", "fused"])
 @pytest.mark.parametrize("path", ["walk", "viterbi", "tree"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_texts_and_drafts_are_the_cpus(version: int, path: str, target_path: str) -> None:

@@ -16,8 +16,8 @@ from tiny_models import TINY
 from pydflash import Speculator
 from pydflash.rounds import device as device_loop
 from pydflash.rounds.device import DeviceLoop, bucket
-from pydflash.rounds.device_round import DeviceRound
-from pydflash.target import fused as target_fast
+from pydflash.rounds.device_round import DeviceRounds
+from pydflash.target import own as target_own
 
 
 @pytest.fixture(params=[1, 2], ids=["one round at a time", "ahead"])
@@ -27,13 +27,13 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
     def patched(self: DeviceLoop, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        self._ahead = request.param
+        self.ahead = request.param
 
     monkeypatch.setattr(DeviceLoop, "__init__", patched)
     return request.param
 
 
-PATHS = ("generic", "fast")
+PATHS = ("generic", "fused")
 OPTIONS: dict[str, dict[str, Any]] = {
     "walk": {},
     "block of 2": {"block_size": 2},
@@ -54,7 +54,7 @@ def test_batches_are_the_hosts_rows(version: int, options: str, device: torch.de
     """Text, counts and proposals, at T = 0 and above, each row under its own seed, in a batch and alone."""
     model, drafter = pair(version, device.type)
     host, fast = (Speculator(model, drafter, target_path=p, **OPTIONS[options]) for p in PATHS)
-    fast._loop._ahead = version  # type: ignore[attr-defined]
+    fast.loop.ahead = version  # type: ignore[attr-defined]
     prompts, kept, exact = prompts_of(3), 0, "63" not in options  # the last of many nodes are all but equal
     for sampling in ({"temperature": 0.0}, {"temperature": 0.3, "top_k": 40, "top_p": 0.97}):
         common: dict[str, Any] = {"stop_token_ids": NOBODY, "return_proposals": True, **sampling}
@@ -65,9 +65,7 @@ def test_batches_are_the_hosts_rows(version: int, options: str, device: torch.de
             kept += sum(want.stats.num_accepted)
         assert_same(fast.generate(prompts[1], 10, seed=12, **common), many[1], exact)
     assert kept > 0
-    assert many[0].stats.backends["target"] == "fast, fused layers" + (
-        "" if device.type != "cpu" else ", packed weights"
-    )
+    assert many[0].stats.backends["target"] == "fused layers" + ("" if device.type != "cpu" else ", packed weights")
     assert many[0].stats.backends["round"] == ("graph" if device.type == "cuda" else "eager")
     assert 0 < many[0].stats.prefill_seconds < 60
     assert 0 < many[0].stats.decode_seconds < 60
@@ -78,8 +76,9 @@ def test_other_families(family: str, device: torch.device) -> None:
     """Windows, learned positions, and layers of the model's own, under chains and trees."""
     changes = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gemma3" else {}
     model, drafter = moved(TINY[family](num_hidden_layers=LAYERS, **changes), device), build_drafter(2).to(device)
+    in_place = "fused" if family == "mistral" else "own"
     for options in ({}, {"path": "tree", "num_nodes": 12}):
-        host, fast = (Speculator(model, drafter, target_path=p, **options) for p in PATHS)
+        host, fast = (Speculator(model, drafter, target_path=p, **options) for p in ("generic", in_place))
         for temperature in (0.0, 1.0):
             common: dict[str, Any] = {"temperature": temperature, "seed": 3, "stop_token_ids": NOBODY}
             for got, prompt in zip(fast.generate(prompts_of(8)[5:], 12, **common), prompts_of(8)[5:], strict=True):
@@ -88,13 +87,13 @@ def test_other_families(family: str, device: torch.device) -> None:
 
 def test_auto_settles_on_one_size(device: torch.device) -> None:
     model, drafter = pair(2, device.type)
-    spec = Speculator(model, drafter, path="tree", target_path="fast")
-    assert spec._paths.num_nodes in (3, 15, 31, 63)
-    assert all(0 < seconds < 10 for seconds in spec._paths.costs.values())
+    spec = Speculator(model, drafter, path="tree", target_path="fused")
+    assert spec.loop.parts.paths.num_nodes in (3, 15, 31, 63)
+    assert all(0 < seconds < 10 for seconds in spec.loop.parts.paths.seconds.values())
     out = spec.generate(prompts_of(3), 12, stop_token_ids=NOBODY)
-    plain = Speculator(model, None, target_path="fast").generate(prompts_of(3), 12, stop_token_ids=NOBODY)
+    plain = Speculator(model, None, target_path="fused").generate(prompts_of(3), 12, stop_token_ids=NOBODY)
     assert [o.token_ids for o in out] == [o.token_ids for o in plain]
-    assert set(out[0].stats.num_verified) == {spec._paths.num_nodes}
+    assert set(out[0].stats.num_verified) == {spec.loop.parts.paths.num_nodes}
 
 
 @pytest.mark.parametrize("drafting", ["none", "block of 1", "block of 1, viterbi"])
@@ -138,7 +137,7 @@ def test_rows_end_at_any_place(ahead: int, device: torch.device) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 6, 17])
 def test_max_new_tokens_is_exact(count: int, ahead: int, device: torch.device) -> None:
     model, drafter = pair("knowing", device.type)
-    fast = Speculator(model, drafter, target_path="fast")
+    fast = Speculator(model, drafter, target_path="fused")
     texts = know(drafter, prompts_of(3))
     for out, text in zip(fast.generate(prompts_of(3), count, stop_token_ids=NOBODY), texts, strict=True):
         assert (out.token_ids, out.finish_reason) == (text[:count], "length")
@@ -152,7 +151,7 @@ def test_the_context_limit_is_reached_exactly(family: str, drafting: str, ahead:
     model = moved(TINY[family](num_hidden_layers=LAYERS, max_position_embeddings=32), device)
     drafter = {"none": None, "knowing": pair("knowing", device.type)[1], "tree": pair(2, device.type)[1]}[drafting]
     options: dict[str, Any] = {"path": "tree", "num_nodes": 40} if drafting == "tree" else {}
-    spec = Speculator(model, drafter, target_path="fast", **options)
+    spec = Speculator(model, drafter, target_path="own" if family == "gpt2" else "fused", **options)
     host = Speculator(model, None, target_path="generic")
     text = [5, *host.generate([5], None, stop_token_ids=NOBODY).token_ids]
     assert len(text) == 32
@@ -204,71 +203,71 @@ def test_processors_and_stop_strings(device: torch.device) -> None:
 def test_streams_beside_one_another(ahead: int, device: torch.device) -> None:
     """Two at once, a third abandoned, batches between them: nobody sees the others, and buffers serve again."""
     model, drafter = pair(2, device.type)
-    fast, options = Speculator(model, drafter, target_path="fast"), {"temperature": 0.9, "stop_token_ids": NOBODY}
+    fast, options = Speculator(model, drafter, target_path="fused"), {"temperature": 0.9, "stop_token_ids": NOBODY}
     prompts = prompts_of(4)
     wants = [fast.generate(p, 20, seed=i, **options) for i, p in enumerate(prompts)]
-    loop = fast._loop
+    loop = fast.loop
     assert isinstance(loop, DeviceLoop)
-    (kept,) = loop._free
+    (kept,) = loop.free
     one, two, gone = (fast.stream(p, 20, seed=i, **options) for i, p in enumerate(prompts[:3]))
     chunks: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(3):
         for i, stream in enumerate((one, two)):
             chunks[i] += next(stream).token_ids
         next(gone)
-    assert loop._free == []
-    left = gone._request.state
+    assert loop.free == []
     del gone
-    assert loop._free == [left]
-    assert int(left.active.max()) == left.under_way == 0
+    (left,) = loop.free
+    assert int(left.rows.active.max()) == left.under_way == 0
     many = fast.generate(prompts, 20, seed=[0, 1, 2, 3], **options)
     assert [o.token_ids for o in many] == [w.token_ids for w in wants]
     for i, stream in enumerate((one, two)):
         chunks[i] += [token for chunk in stream for token in chunk.token_ids]
         assert chunks[i] == stream.output.token_ids == wants[i].token_ids
         assert counts(stream.output.stats) == counts(wants[i].stats)
-    assert len(loop._free) == device_loop._KEPT
+    assert len(loop.free) == device_loop._KEPT
     assert fast.generate(prompts[3], 20, seed=3, **options).token_ids == wants[3].token_ids
-    assert kept in loop._free
+    assert kept in loop.free
 
 
 def test_what_buffers_held_before_does_not_matter(device: torch.device) -> None:
     model, drafter = pair(2, device.type)
-    fast = Speculator(model, drafter, path="tree", num_nodes=7, target_path="fast")
+    fast = Speculator(model, drafter, path="tree", num_nodes=7, target_path="fused")
     options: dict[str, Any] = {"temperature": 0.8, "seed": [1, 2, 3], "stop_token_ids": NOBODY}
     want = [o.token_ids for o in fast.generate(prompts_of(3), 20, **options)]
-    (rounds,) = fast._loop._free  # type: ignore[attr-defined]
+    (rounds,) = fast.loop.free  # type: ignore[attr-defined]
     with torch.inference_mode():
-        for cache in (rounds.cache, rounds.context):
+        rows = rounds.rows
+        for cache in (rows.cache, rows.context):
             for buffer in (cache.stores[0].k, cache.stores[0].v):
                 buffer.fill_(torch.nan)
             cache.lengths.fill_(cache.capacity)
-        for tensor in (rounds.anchors, rounds.starts, rounds.counts, rounds.active):
+        for tensor in (rows.anchors, rows.starts, rows.counts, rows.active):
             tensor.fill_(1)
-        rounds.record.fill_(5)
-        rounds.features.fill_(torch.nan)
+        rows.record.fill_(5)
+        rows.features.fill_(torch.nan)
     assert [o.token_ids for o in fast.generate(prompts_of(3), 20, **options)] == want
-    assert fast._loop._free == [rounds]  # type: ignore[attr-defined]
+    assert fast.loop.free == [rounds]  # type: ignore[attr-defined]
 
 
 def test_no_row_grows_beyond_its_capacity(ahead: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With not one position to spare: rows that go on while others are finished, and rounds behind the last."""
     monkeypatch.setattr(device_loop, "bucket", lambda positions: positions)
     model, drafter = pair("knowing", device.type)
-    fast = Speculator(model, drafter, target_path="fast")
+    fast = Speculator(model, drafter, target_path="fused")
     prompts = prompts_of(8)
     texts = know(drafter, prompts)
     for count in (1, 2, 7, 30):
         assert [o.token_ids for o in fast.generate(prompts, count, stop_token_ids=NOBODY)] == [t[:count] for t in texts]
-        rounds = fast._loop._free[-1]  # type: ignore[attr-defined]
+        rounds = fast.loop.free[-1]  # type: ignore[attr-defined]
         assert rounds.capacity == 40 + count + 9
-        assert int(rounds.cache.lengths.max()) <= rounds.capacity
-        assert int(rounds.context.lengths.max()) <= rounds.capacity
-        assert int(rounds.active.max()) == 0
+        assert int(rounds.rows.cache.lengths.max()) <= rounds.capacity
+        assert int(rounds.rows.context.lengths.max()) <= rounds.capacity
+        assert int(rounds.rows.active.max()) == 0
     outs = fast.generate(prompts, 50, stop_token_ids=[texts[0][0]])  # the first row ends before it has begun
-    rounds = fast._loop._free[-1]  # type: ignore[attr-defined]
+    rounds = fast.loop.free[-1]  # type: ignore[attr-defined]
     assert len(outs[0].token_ids) == 1 < len(outs[7].token_ids)
-    assert int(rounds.cache.lengths[0]) == len(prompts[0])
+    assert int(rounds.rows.cache.lengths[0]) == len(prompts[0])
 
 
 def test_buckets_are_few_and_not_much_larger() -> None:
@@ -282,11 +281,11 @@ def test_buckets_are_few_and_not_much_larger() -> None:
 def test_which_requests_share_buffers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_loop, "bucket", lambda positions: -(-positions // 64) * 64)
     model, drafter = pair(2, device.type)
-    fast = Speculator(model, drafter, target_path="fast")
+    fast = Speculator(model, drafter, target_path="fused")
 
-    def used(prompt: Any, count: int = 4, **options: Any) -> DeviceRound:
+    def used(prompt: Any, count: int = 4, **options: Any) -> DeviceRounds:
         fast.generate(prompt, count, stop_token_ids=range(VOCAB), **options)
-        return fast._loop._free[-1]  # type: ignore[attr-defined,no-any-return]
+        return fast.loop.free[-1]  # type: ignore[attr-defined,no-any-return]
 
     first = used([1, 2])
     assert used([3] * 10, 30) is first
@@ -303,17 +302,17 @@ def test_which_requests_share_buffers(device: torch.device, monkeypatch: pytest.
 def test_more_rows_than_a_batch_holds(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(DeviceLoop, "most_rows", 3)
     model, drafter = pair(2, device.type)
-    fast = Speculator(model, drafter, target_path="fast")
+    fast = Speculator(model, drafter, target_path="fused")
     options: dict[str, Any] = {"temperature": 0.9, "stop_token_ids": NOBODY}
     many = fast.generate(prompts_of(7), 10, seed=list(range(7)), **options)
     for i, prompt in enumerate(prompts_of(7)):
         assert_same(many[i], fast.generate(prompt, 10, seed=i, **options))
-    assert {r.batch for r in fast._loop._free} == {3, 1}  # type: ignore[attr-defined]
+    assert {r.batch for r in fast.loop.free} == {3, 1}  # type: ignore[attr-defined]
 
 
 def test_prompts_in_chunks_and_drafters_with_rings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Every chunk's features reach the drafter, also where its context is a ring of 4 that they overrun."""
-    monkeypatch.setattr(target_fast, "_PREFILL_ROWS_WIDE", 7)
+    monkeypatch.setattr(target_own, "_PREFILL_ROWS_WIDE", 7)
     model = pair(2, device.type)[0]
     changes: dict[str, Any] = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
     for drafter in (pair(2, device.type)[1], build_drafter(2, **changes).to(device)):
@@ -345,7 +344,7 @@ def test_weights_that_change_between_requests(device: torch.device) -> None:
         got = fast.generate([1, 2, 3], 12, **common)
         assert_same(got, host.generate([1, 2, 3], 12, **common))
         seen.append(got.stats.proposals)
-        (rounds,) = fast._loop._free  # type: ignore[attr-defined]
+        (rounds,) = fast.loop.free  # type: ignore[attr-defined]
         assert rounds.current
         with torch.no_grad():
             for parameter in [*drafter.parameters(), *model.parameters()]:

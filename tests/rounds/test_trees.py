@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -17,7 +18,8 @@ from tiny_models import TINY
 from tree_cases import Fill, filled, mixed, random_parents, right, wrong
 
 from pydflash import Speculator, Target
-from pydflash.rounds.paths import Block, Paths, lattice_nodes
+from pydflash.rounds import timing
+from pydflash.rounds.paths import Block, Paths, best_size, lattice_nodes, typical_tokens
 from pydflash.tree import Tree, accepted_slots, tree_of
 
 
@@ -103,7 +105,7 @@ class AnyTrees:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def block(self, ops: Any, anchors: torch.Tensor, proposal: Any, slots: int, temperature: float) -> Block:
+    def block(self, ops: Any, anchors: torch.Tensor, proposal: Any, slots: int, temperature: torch.Tensor) -> Block:
         parents = random_parents(self.draw, self.draw.randrange(1, 30), slots)
         tree = tree_of(parents)
         tokens = [int(anchors)]
@@ -127,7 +129,8 @@ def test_the_text_for_a_seed_is_that_of_plain_decoding(version: int, temperature
     trees.append(Speculator(model, drafter, path="viterbi"))
     for seed in range(3):
         trees.append(make(num_nodes=1))
-        trees[-1]._loop.paths = AnyTrees(seed)  # type: ignore[assignment]
+        loop = trees[-1].loop
+        loop.parts = dataclasses.replace(loop.parts, paths=AnyTrees(seed))
     texts = [plain.generate(prompt, 30, **options).token_ids for prompt in fitted_prompts()[:4]]
     means = []
     for spec in trees:
@@ -206,7 +209,12 @@ def test_every_round_drafts_from_the_committed_context(version: int) -> None:
         with torch.no_grad():
             drafter.append_context(features, cache)
             found = drafter.propose(
-                text[at : at + 1], cache, embed=target.embed_weight, head=target.head, block_size=4, normalizers=1.0
+                text[at : at + 1],
+                cache,
+                embed=target.embed_weight,
+                head=target.head,
+                block_size=4,
+                node_temperature=1.0,
             )
         want = drafter.ops.path_tree(text[at : at + 1], found.candidates, found.scores, 14, found.log_normalizers)
         assert (tokens, parents) == (want[0][0].tolist(), want[1][0].tolist())
@@ -243,19 +251,32 @@ def test_auto_takes_the_size_with_most_tokens_per_second() -> None:
     assert paths.num_nodes == 63
     sure = torch.tensor([0.0, *[-0.05] * 7, *[-20.0] * 56])
     flat = torch.tensor([0.0, *[-2.5] * 63])
-    paths.costs = {7: 1.0, 15: 1.1, 31: 1.3, 63: 2.0}
-    assert paths._best_size(sure) == 7  # nothing to gain behind the seventh
-    assert paths._best_size(flat) == 63  # 1 + 63 * 0.08 tokens at twice the time
-    paths.costs = {7: 1.0, 15: 2.0, 31: 4.0, 63: 8.0}
-    assert paths._best_size(flat) == 7
-    assert paths._best_size(flat[:6]) == 5  # near the context limit the tree itself is smaller
+    paths.settle({7: 1.0, 15: 1.1, 31: 1.3, 63: 2.0}, by_round=True)
+    assert paths.description == "7, 15, 31, 63 nodes, chosen in every round"
+    assert paths._size_of(sure) == 7  # nothing to gain behind the seventh
+    assert paths._size_of(flat) == 63  # 1 + 63 * 0.08 tokens at twice the time
+    paths.settle({7: 1.0, 15: 2.0, 31: 4.0, 63: 8.0}, by_round=True)
+    assert paths._size_of(flat) == 7
+    assert paths._size_of(flat[:6]) == 5  # near the context limit the tree itself is smaller
+
+
+def test_auto_chooses_once_by_the_same_rule_where_rounds_have_one_shape() -> None:
+    assert best_size([1.0, 1.26, 1.36], {7: 1.0, 15: 1.2, 31: 1.4}) == 15
+    assert [typical_tokens(n) for n in (3, 14, 15, 20, 31, 63)] == [1.0, 1.0, 1.26, 1.26, 1.36, 1.44]
+    for seconds, size in (({7: 1.0, 15: 1.2, 31: 1.4, 63: 1.6}, 15), ({7: 1.0, 15: 1.3, 31: 1.4, 63: 1.5}, 7)):
+        paths = Paths("tree", "auto", 7, 16)
+        paths.settle(seconds, by_round=False)
+        assert (paths.num_nodes, paths.by_round) == (size, False)
+        assert paths.description == f"{size} nodes, chosen once"
+    assert Paths("tree", 5, 7, 16).description == "5 nodes"
+    assert Paths("walk", None, 7, 16).description is None
 
 
 def test_auto_is_the_default_and_exact() -> None:
     model, drafter = fitted(2)
     spec = Speculator(model, drafter, path="tree")
-    assert sorted(spec._paths.costs) == [3, 15, 31, 63]
-    assert all(0 < seconds < 10 for seconds in spec._paths.costs.values())
+    assert sorted(spec.loop.parts.paths.seconds) == [3, 15, 31, 63]
+    assert all(0 < seconds < 10 for seconds in spec.loop.parts.paths.seconds.values())
     out = spec.generate(fitted_prompts()[1], 30)
     assert out.token_ids == Speculator(model, None).generate(fitted_prompts()[1], 30).token_ids
     assert set(out.stats.num_verified) <= {3, 15, 31, 63}
@@ -295,13 +316,15 @@ def test_what_the_trial_cannot_see_is_refused() -> None:
         target.verify(torch.tensor([[1, 2]]), cache, tree_of([-1, 0]))
 
 
-def test_measured_costs_hold_the_drafter_and_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_seconds_hold_the_drafter_and_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     paths, target = Paths("tree", "auto", 3, 4), target_of("qwen3")
     target.check_trees()
     caches = []
     monkeypatch.setattr(target, "new_cache", lambda *a: caches.append(Target.new_cache(target, *a)) or caches[-1])
-    paths.measure(target, 5.0)
-    assert all(5 < seconds < 15 for seconds in paths.costs.values())
+    monkeypatch.setattr(timing, "_draft_seconds", lambda *a: 5.0)
+    seconds = timing.host_seconds(target, fitted(2)[1], paths, 4)
+    assert sorted(seconds) == paths.sizes()
+    assert all(5 < spent < 15 for spent in seconds.values())
     assert caches[0].length == 64  # what was verified is not kept
 
 

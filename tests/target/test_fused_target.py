@@ -1,4 +1,4 @@
-"""The fast target: text, logits and features of each family's own forward, and what it refuses or leaves alone."""
+"""Targets in place, fused and own: text, logits and features of each family, and what is refused or left alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tree_cases import Fill, filled, mixed, random_parents, right, wrong
 
 from pydflash import Speculator, Target
 from pydflash.decoder.adjacent import joined
-from pydflash.target import fused as target_fast
-from pydflash.target.fused import FastTarget
+from pydflash.target import own as target_own
+from pydflash.target.fused import FusedTarget, in_place
 from pydflash.target.layers import Recognised
+from pydflash.target.own import OwnTarget
 from pydflash.tree import Tree, tree_of
 
 TAPS = (2, 0)
@@ -30,16 +31,17 @@ NEAR = 2e-5  # of the norm
 LENGTHS = (3, 19)  # both cross the window of 8 while they grow; the second begins behind it
 
 
-def fast_of(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> FastTarget:
-    return FastTarget(Target(moved(model, device).to(dtype), TAPS))
+def fast_of(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> OwnTarget:
+    return in_place(Target(moved(model, device).to(dtype), TAPS))
 
 
-def form_of(fast: FastTarget) -> str:
-    assert (fast.recognised is not None) == (fast.form == "fused layers")
-    return "fused" if fast.recognised is not None else "own"
+def form_of(fast: OwnTarget) -> str:
+    fused = isinstance(fast, FusedTarget)
+    assert fused == (fast.form == "fused layers")
+    return "fused" if fused else "own"
 
 
-def decode(fast: FastTarget, prompts: list[torch.Tensor], texts: list[list[int]], fill: Fill) -> tuple[Any, Any, int]:
+def decode(fast: OwnTarget, prompts: list[torch.Tensor], texts: list[list[int]], fill: Fill) -> tuple[Any, Any, int]:
     """Rounds by hand, all rows at once, each under trees of its own. Returns texts, features and kept drafts."""
     draw, cache, rows = random.Random(0), fast.new_cache(len(prompts), 160), range(len(prompts))
     first = [fast.prefill(ids.to(fast.device), cache, row) for row, ids in enumerate(prompts)]
@@ -93,7 +95,7 @@ def test_every_family(name: str, device: torch.device) -> None:
             whole = torch.cat([ids, torch.tensor([texts[i][:-1]])], 1)
             want = Target(model, TAPS).encode(whole).features
             assert_matches(features[i][:count], want[0], NEAR)
-    spec = Speculator(fast.target, None, target_path="fast")
+    spec = Speculator(fast.target, None, target_path=form_of(fast))
     assert [out.token_ids for out in spec.generate([p[0] for p in prompts], COUNT)] == texts
 
 
@@ -166,7 +168,7 @@ def test_prefill_in_chunks(name: str, device: torch.device, monkeypatch: pytest.
     for length in (1, 6, 7, 8, 14, 40):
         ids = prompt_of(length).to(device)
         want, cache = fast.target.encode(ids), fast.new_cache(3, 64)
-        monkeypatch.setattr(target_fast, "_PREFILL_ROWS_WIDE", 7)
+        monkeypatch.setattr(target_own, "_PREFILL_ROWS_WIDE", 7)
         chunks = list(fast.prefill_chunks(ids, cache, 1))
         assert [c.features.shape[1] for c in chunks] == [7] * (length // 7) + [length % 7] * (length % 7 > 0)
         assert cache.lengths.tolist() == [0, length, 0]
@@ -244,7 +246,7 @@ def test_nothing_stays_on_the_model(name: str, device: torch.device, monkeypatch
     model = moved(TINY[name](attention_dropout=0.5, attention="eager"), device)
     model.train()
     before = state_of(model)
-    fast, ids = FastTarget(Target(model, TAPS)), prompt_of(9).to(device)
+    fast, ids = in_place(Target(model, TAPS)), prompt_of(9).to(device)
     cache = fast.new_cache(1, 64)
     for _ in range(2):  # dropout would tell them apart
         cache.lengths.zero_()
@@ -256,7 +258,7 @@ def test_nothing_stays_on_the_model(name: str, device: torch.device, monkeypatch
     model.train()
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
-        assert fast.target._text_config._attn_implementation != before[3]
+        assert fast.facts.text_config._attn_implementation == before[3]
         raise RuntimeError("broken")
 
     mlp = fast.target.layers[2].mlp
@@ -277,20 +279,20 @@ def test_configs_inside_the_config_keep_their_attention(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(config), "sub_configs", {"inner_config": type(config)})
     config.inner_config = inner
     inner._attn_implementation = "sdpa"
-    FastTarget(Target(model, TAPS))
+    in_place(Target(model, TAPS))
     assert (config._attn_implementation, inner._attn_implementation) == ("eager", "sdpa")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_autocast_close_and_copies(name: str, device: torch.device) -> None:
     fast, ids = fast_of(model_of(name), device), prompt_of(9).to(device)
-    spec = Speculator(fast.target, None, target_path="fast")
+    spec = Speculator(fast.target, None, target_path=form_of(fast))
     text = greedy(name, None, 9)
     with torch.autocast(device.type, torch.bfloat16):
         assert spec.generate(ids[0], 40).token_ids == text
     other = copy.deepcopy(spec)
-    assert (len(spec._loop._free), len(other._loop._free)) == (1, 0)  # type: ignore[attr-defined]
-    with Speculator(Target(fast.target.model, TAPS), None, target_path="fast") as closed:
+    assert (len(spec.loop.free), len(other.loop.free)) == (1, 0)  # type: ignore[attr-defined]
+    with Speculator(Target(fast.target.model, TAPS), None, target_path=form_of(fast)) as closed:
         pass
     with pytest.raises(ValueError, match=r"(prefill|verify): target must be open, got one after close\(\)"):
         closed.generate(ids[0], 4)
@@ -305,7 +307,7 @@ def test_what_recognition_stumbles_over_runs_in_its_own_layers(monkeypatch: pyte
         raise AttributeError("no such part")
 
     monkeypatch.setattr(Recognised, "__init__", stumble)
-    fast = FastTarget(Target(model_of("qwen3"), TAPS))
+    fast = in_place(Target(model_of("qwen3"), TAPS))
     assert fast.form == "the model's own layers (fused ones need AttributeError: no such part)"
 
 
@@ -318,9 +320,8 @@ def test_appending_needs_a_block(device: torch.device) -> None:
 
 def test_joined_weights_are_one_product_with_the_same_numbers() -> None:
     model = copy.deepcopy(model_of("qwen2"))
-    fast = FastTarget(Target(model, TAPS))
+    fast = FusedTarget(Target(model, TAPS))
     own = fast.recognised
-    assert own is not None
     before = own.decoder.layers
     x = torch.randn(20, before[0].mixer.weights()[0].shape[1])
     parts = [(layer.mixer.qkv, layer.mlp.gate_up) for layer in before]

@@ -18,7 +18,7 @@ from pydflash.target import batch as target_batch
 from pydflash.target.batch import BatchForward
 from pydflash.target.generic import Target
 from pydflash.training import generate
-from pydflash.training.generate import BatchGenerator, Request, Response, draw, has_loop
+from pydflash.training.generate import BatchGenerator, BatchRequest, Response, draw, has_loop
 
 
 def tiny_target(name: str = "llama", **changes: Any) -> Target:
@@ -37,18 +37,18 @@ def target() -> Target:
     return Target(model)
 
 
-def make_requests(count: int, seed: int = 0, temperature: float = 0.0, longest: int = 30) -> list[Request]:
+def make_requests(count: int, seed: int = 0, temperature: float = 0.0, longest: int = 30) -> list[BatchRequest]:
     random = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, longest, (count,), generator=random).tolist()
     texts = [torch.randint(0, VOCAB, (size,), generator=random).tolist() for size in sizes]
-    return [Request(i, ids, temperature, 1000 + i) for i, ids in enumerate(texts)]
+    return [BatchRequest(i, ids, temperature, 1000 + i) for i, ids in enumerate(texts)]
 
 
-def answers(target: Target, requests: list[Request], **settings: Any) -> dict[int, Response]:
+def answers(target: Target, requests: list[BatchRequest], **settings: Any) -> dict[int, Response]:
     settings = {"batch_size": 4, "capacity": 50, "max_new_tokens": 14, "sync_every": 3} | settings
     waiting = list(requests)
 
-    def take(n: int) -> list[Request]:
+    def take(n: int) -> list[BatchRequest]:
         taken = waiting[:n]
         del waiting[:n]
         return taken
@@ -90,7 +90,7 @@ def test_a_response_does_not_depend_on_the_batch(target: Target, monkeypatch: py
 
 
 def test_capacity_cuts_and_long_prompts_are_refused(target: Target) -> None:
-    request = Request(0, [1] * 48, 0.0, 0)
+    request = BatchRequest(0, [1] * 48, 0.0, 0)
     assert len(answers(target, [request])[0].ids) == 50
     with pytest.raises(ValueError, match="prompts must have 1 to 49 tokens"):
         answers(target, [request._replace(ids=[1] * 50)])
@@ -99,7 +99,7 @@ def test_capacity_cuts_and_long_prompts_are_refused(target: Target) -> None:
 def test_sampled_rows_follow_the_target_law(target: Target) -> None:
     """Two tokens in a row, all pairs; the greedy rows among them stay greedy."""
     ids, count = [5, 7, 9], 4000
-    requests = [Request(i, ids, 0.0 if i % 2 else 0.8, i) for i in range(count)]
+    requests = [BatchRequest(i, ids, 0.0 if i % 2 else 0.8, i) for i in range(count)]
     got = answers(target, requests, batch_size=500, max_new_tokens=1, capacity=4, sync_every=1)
     logits = target.model(torch.tensor([ids])).logits[0, -1].detach()
     greedy = Counter(int(got[i].ids[-1]) for i in range(1, count, 2))

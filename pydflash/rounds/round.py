@@ -1,0 +1,180 @@
+"""One round: draft, verify, accept, commit. The host's loop and the device's loop both run this, and only this.
+
+They differ in who decides when: the host's runs it for one sequence and looks at what it brought before the next; the
+device's runs it for all rows of a batch in fixed shapes, where a graph may have captured it, and nobody looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import ops
+from ..ops import reference
+from ..protocols import BlockTarget, DrafterLike, RowTarget, TargetOutput
+from ..sampling import SamplingTensors
+from .paths import Block, Paths
+from .turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What rounds are made of.
+
+    Attributes:
+        drafter: None for plain decoding.
+        block_size: Slots of a drafter's block, anchor included; 1 without a drafter.
+        draft_sampling: Whether drafts of sequences at temperature > 0 are drawn from the drafter's law.
+        backend: "native" for the compiled ops, "reference" for plain torch.
+        turns: Held for one prompt or one round, by whoever runs the model.
+    """
+
+    target: BlockTarget
+    drafter: DrafterLike | None
+    paths: Paths
+    block_size: int
+    draft_sampling: bool
+    backend: str = "native"
+    turns: Turns = field(default_factory=Turns)
+
+    @property
+    def ops(self) -> ModuleType:
+        """The module whose functions run: the compiled ops, or their definitions in plain torch."""
+        return reference if self.backend == "reference" else ops
+
+
+class Accepted(NamedTuple):
+    """What the target agrees with.
+
+    Attributes:
+        slots: [B, S] int32 of the block, the anchor first, padded with -1.
+        num_accepted: [B] int32 drafts among them.
+        bonus: [B] int64, the token that follows them.
+    """
+
+    slots: Tensor
+    num_accepted: Tensor
+    bonus: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """B sequences between two rounds; tensors are on the target's device.
+
+    Attributes:
+        anchors: [B] the newest token of each.
+        starts: [B] int32 the anchor's position.
+        cache, context: What target and drafter keep of each; context None without drafts.
+        sampling: Of [B].
+        draws: Whether drafts are drawn from the drafter's law where a row's temperature is above 0.
+        features: [B, C, F * H] of tokens that are committed and not yet in the drafter's context, as far as they are
+            valid: the first `counts` [B] int32, at most a block; all where `counts` is None.
+    """
+
+    anchors: Tensor
+    starts: Tensor
+    cache: Any
+    context: Any
+    sampling: SamplingTensors
+    draws: bool
+    features: Tensor | None = None
+    counts: Tensor | None = None
+
+    def commit(self, block: Block, output: TargetOutput, accepted: Accepted) -> None:
+        """Keep the accepted slots, in the target's cache and in what the next round starts from."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class HostRow(Rows):
+    """One sequence, whose accepted slots the host reads. tokens: What the last round brought."""
+
+    target: BlockTarget
+    tokens: list[int] = field(default_factory=list)
+
+    def commit(self, block: Block, output: TargetOutput, accepted: Accepted) -> None:
+        slots, num_accepted, bonus = accepted
+        self.target.commit(self.cache, slots, num_accepted)
+        kept = slots[0, : int(num_accepted) + 1].long()
+        if output.features is not None:
+            self.features = output.features[:, : len(kept)] if block.tree is None else output.features[:, kept]
+        self.starts += len(kept)
+        self.anchors = bonus
+        self.tokens = [*block.tokens[0, kept[1:]].tolist(), int(bonus)]
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceRows(Rows):
+    """Sequences in buffers that stay where they are, which nobody reads during a round.
+
+    Attributes:
+        active: [B] int32, 0 for rows that a round leaves as they are.
+        record: [B, S + 1] int64 new tokens of the last round, filled up with -1, and in the last column their number.
+    """
+
+    target: RowTarget
+    counts: Tensor
+    active: Tensor
+    record: Tensor
+
+    def commit(self, block: Block, output: TargetOutput, accepted: Accepted) -> None:
+        self.target.append(self.cache, accepted.slots)
+        ops.round_commit(
+            block.tokens,
+            *accepted,
+            self.active,
+            None if self.features is None else output.features,
+            self.features,
+            self.anchors,
+            self.cache.lengths,
+            self.starts,
+            self.counts,
+            self.record,
+        )
+
+
+def draft(parts: Parts, rows: Rows, slots: int) -> Block:
+    """The block to verify: the anchors, and drafts for the first `slots` - 1 slots behind them."""
+    if parts.drafter is None or rows.context is None or slots == 1:
+        return Block(rows.anchors[:, None].clone(), None)
+    if rows.features is None:
+        raise RuntimeError("Speculator: a round needs the features of the tokens committed before it")
+    sampling, target = rows.sampling, parts.target
+    features = rows.features if rows.counts is None else rows.features[:, : parts.block_size]
+    parts.drafter.append_context(features, rows.context, rows.counts)
+    proposal = parts.drafter.propose(
+        rows.anchors,
+        rows.context,
+        embed=target.embed_weight,
+        head=target.head,
+        block_size=parts.block_size,
+        temperature=sampling.temperature if rows.draws else None,
+        seeds=sampling.seeds,
+        node_temperature=sampling.node_temperature if parts.paths.path != "walk" else None,
+    )
+    return parts.paths.block(parts.ops, rows.anchors, proposal, slots - 1, sampling.node_temperature)
+
+
+def verify(parts: Parts, rows: Rows, block: Block) -> TargetOutput:
+    """The target's logits and features of the block."""
+    return parts.target.verify(block.tokens, rows.cache, block.tree)
+
+
+def accept(parts: Parts, block: Block, logits: Tensor, sampling: SamplingTensors, starts: Tensor) -> Accepted:
+    """How far the target agrees with the block, by its logits [B, S, V]."""
+    accepted = parts.ops.reject_sample(
+        logits,
+        block.tokens,
+        block.parents,
+        block.q,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seeds,
+        starts,
+    )
+    return Accepted(*accepted)
