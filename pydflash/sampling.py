@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ class SamplingParams:
         top_k: 0 is off; exactly k tokens survive ties, lower id first.
         top_p: 1 is off; a token stays while the mass before it is below top_p.
         min_p: 0 is off; tokens below min_p times the best one's probability go.
+        repetition_penalty: 1 is off; logits of tokens in prompt or text are divided by it, or multiplied below 0.
+        presence_penalty, frequency_penalty: 0 is off; taken off the logits of tokens of the new text, once or as often
+            as they stand there.
 
     Raises: ValueError naming the parameter, what is allowed and what came.
     """
@@ -30,6 +34,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for name, high in (("temperature", float("inf")), ("min_p", 1.0), ("top_p", 1.0)):
@@ -41,6 +48,13 @@ class SamplingParams:
             raise ValueError(
                 f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {self.temperature!r}"
             )
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
+                raise ValueError(f"sampling: {name} must be a finite number, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"sampling: repetition_penalty must be above 0, got {self.repetition_penalty!r}")
         if self.top_p == 0:
             raise ValueError("sampling: top_p must be above 0, got 0")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or self.top_k < 0:
@@ -53,6 +67,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature <= 0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the law of a token depends on the tokens before it beyond the target's logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
     @classmethod
     def resolve(
         cls,
@@ -61,6 +80,7 @@ class SamplingParams:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        **penalties: float,
     ) -> SamplingParams:
         """Fill what is None from `defaults`, the options that a generation config sets explicitly.
 
@@ -75,7 +95,7 @@ class SamplingParams:
             top_p = 1.0 if defaults.get("top_p") is None else defaults["top_p"]
         if min_p is None:
             min_p = defaults.get("min_p") or 0.0
-        return cls(temperature, top_k, top_p, min_p)
+        return cls(temperature, top_k, top_p, min_p, **penalties)
 
 
 class SamplingTensors(NamedTuple):

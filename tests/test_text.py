@@ -9,6 +9,7 @@ import torch
 from fakes import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from pydflash.text import Output, encode, split_prompts
 
@@ -255,3 +256,86 @@ def test_any_blocks_give_the_text_of_single_tokens(text: str, stop: str, sizes: 
 
 
 SHARED = byte_tokenizer()
+
+
+# --- stop strings with special tokens ---------------------------------------------------------------------------
+
+
+class Marked:
+    """Words as tokens; 3 is the special token <end>, 4 another that transformers lists only among the added ones."""
+
+    all_special_ids = (3,)
+    added_tokens_decoder = {4: AddedToken("<turn>", special=True), 5: AddedToken("<plain>", special=False)}  # noqa: RUF012
+    words = ("alpha ", "beta", "\n", "<end>", "<turn>", "<plain>")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
+        return "".join(self.words[i] for i in ids if not (skip_special_tokens and i in (3, 4)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+@pytest.mark.parametrize(
+    ("stop", "tokens", "count", "text"),
+    [
+        ("<end>", [0, 1, 3, 1], 3, "alpha beta"),
+        ("<turn>", [0, 4, 3, 1], 2, "alpha "),
+        ("beta<end>", [1, 0, 1, 3, 0], 4, "betaalpha beta"),
+        ("<end>\n", [0, 3, 1, 3, 2, 0], 5, "alpha beta\n"),
+        ("<end>al", [1, 3, 0, 1], 3, "betaal"),
+        ("d>al", [1, 3, 0, 1], 3, "betaal"),
+        ("<plain>", [0, 5, 1], 2, "alpha <plain>"),
+        ("ha be", [0, 3, 1, 1], 3, "alpha be"),  # in the text as it is shown, special tokens do not part words
+        ("<turn><end>", [4, 1, 4, 3, 0], 4, "beta"),
+    ],
+)
+def test_stop_strings_that_hold_special_tokens(stop: str, tokens: list[int], count: int, text: str, size: int) -> None:
+    output = Output(Marked(), 100, [], [stop])
+    pieces = feed(output, tokens, [size])
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens[:count]
+    assert output.text == text
+    assert "".join(piece for _, piece in pieces) == text
+
+
+def test_a_special_stop_string_that_never_comes_changes_nothing() -> None:
+    output = Output(Marked(), 5, [], ["<end>x"])
+    feed(output, [0, 3, 1, 4, 2], [2])
+    assert (output.text, output.finish_reason) == ("alpha beta\n", "length")
+
+
+# --- messages ---------------------------------------------------------------------------------------------------
+
+
+def test_content_in_parts_is_joined_and_other_parts_are_refused() -> None:
+    chat = byte_tokenizer(TEMPLATE)
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert encode([{"role": "user", "content": parts}], chat, None, 257) == ids_of("<user>hi<assistant>")
+    picture = [{"type": "image", "url": "x.png"}, *parts]
+    with pytest.raises(ValueError, match="content must be text, or parts of type 'text', got"):
+        encode([{"role": "user", "content": picture}], chat, None, 257)
+
+
+def test_an_open_last_message_goes_on() -> None:
+    """The default is that of transformers' pipelines: the assistant's own last message is continued."""
+    chat = byte_tokenizer("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}!{% endfor %}"
+                          "{% if add_generation_prompt %}<assistant>{% endif %}")  # fmt: skip
+    talk = [*USER, {"role": "assistant", "content": "We"}]
+    assert encode(talk, chat, None, 257) == ids_of("<user>hi!<assistant>We")
+    assert encode(talk, chat, None, 257, continue_final_message=False) == ids_of("<user>hi!<assistant>We!<assistant>")
+    assert encode(USER, chat, None, 257, continue_final_message=True) == ids_of("<user>hi")
+
+
+def test_tools_and_variables_reach_the_template() -> None:
+    chat = byte_tokenizer("{{ tools[0]['function']['name'] }}{{ mood }}{{ messages[0]['content'] }}")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert encode("hi", chat, None, 257, tools=[tool], chat_template_kwargs={"mood": "+"}) == ids_of("add+hi")
+    with pytest.raises(ValueError, match="tools: need a chat template, got"):
+        encode("hi", byte_tokenizer(), None, 257, tools=[tool])
+
+
+def test_a_template_that_refuses_and_text_that_is_no_unicode() -> None:
+    chat = byte_tokenizer("{{ raise_exception('System role not supported') }}")
+    with pytest.raises(ValueError, match="prompt: the chat template does not take these messages: System role not"):
+        encode(USER, chat, None, 257)
+    for tokenizer in (byte_tokenizer(), byte_tokenizer(TEMPLATE)):
+        with pytest.raises(ValueError, match=r"prompt: text must be valid Unicode, got '\\ud800' at character"):
+            encode("ok \ud800 bad", tokenizer, None, 257)

@@ -184,7 +184,7 @@ def official_method(target: Target, drafter: Drafter, ends: Ends, block_size: in
     if not hasattr(official.DynamicCache, "activate_past_recording"):
         raise ValueError("its loop needs transformers 5")
     defaults = GenerationDefaults(target.generation_config)
-    if ends.strings or defaults.processors(1, ends.token_ids, target.device):
+    if ends.strings or defaults.processor_keys:
         raise ValueError(
             "its loop knows no stop strings and logits processors, and the target's generation config does"
         )

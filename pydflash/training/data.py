@@ -67,7 +67,7 @@ def make_data(
     with ShardWriter(out, identity, settings.shard_tokens) as writer, Progress() as progress:
         writer.info["target_name"] = name
         writer.info["config_sha256"] = _config_sha256(target.model)
-        skipped = [type(p).__name__ for p in defaults.processors(1, stops, target.device)]
+        skipped = defaults.processor_keys
         writer.info["not_applied"] = skipped
         if skipped:
             progress.say(f"warning: the generation_config's {', '.join(skipped)} are not applied to training data")

@@ -1,0 +1,205 @@
+"""Options of a request: names, ranges, and what the generation configs of target and request say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import byte_tokenizer
+from transformers import GenerationConfig
+
+from pydflash.options import HINTS, Options, Resolved, resolve
+from pydflash.target.defaults import KEYS, GenerationDefaults
+
+
+def resolved(config: Any = None, *, ids: Any = (3, 1), max_length: int | None = 100, **given: Any) -> Resolved:
+    place = {"tokenizer": None, "max_length": max_length, "vocab_size": 97, "device": torch.device("cpu")}
+    return resolve(Options.of("generate", **given), ids, target_config=config, **place)
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_names_of_other_libraries_get_a_hint(name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        Options.of("stream", **{name: 1})
+    assert str(caught.value) == f"stream() got an unexpected keyword argument {name!r}; use {HINTS[name]}"
+
+
+def test_other_names_are_plain_errors() -> None:
+    for name in ("past_key_values", "max_newtokens", "use_cache"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'$"):
+            Options.of("generate", **{name: 1})
+
+
+def test_every_key_of_transformers_is_in_the_table() -> None:
+    """A newer transformers may know keys that this table does not: these are refused, and named here."""
+    assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= KEYS.keys()
+
+
+LENGTHS = (
+    ({}, {}, 98),  # 256 do not fit
+    ({}, {"max_new_tokens": 5}, 5),
+    ({"max_new_tokens": 7}, {}, 7),
+    ({"max_length": 22}, {}, 20),
+    ({"max_length": 22, "max_new_tokens": 7}, {}, 7),
+    ({"max_new_tokens": 7}, {"max_new_tokens": 256}, 98),
+    ({"max_new_tokens": 7}, {"max_new_tokens": None}, 98),
+    ({"max_new_tokens": 7}, {"generation_config": GenerationConfig(max_new_tokens=9)}, 9),
+    ({"max_new_tokens": 7}, {"generation_config": GenerationConfig(max_new_tokens=9), "max_new_tokens": 8}, 8),
+    ({}, {"max_new_tokens": np.int64(5)}, 5),
+    ({}, {"max_new_tokens": 0}, 0),
+)
+
+
+@pytest.mark.parametrize(("config", "given", "limit"), LENGTHS)
+def test_lengths(config: dict[str, Any], given: dict[str, Any], limit: int) -> None:
+    assert resolved(GenerationConfig(**config), **given).output.limit == limit
+
+
+def test_a_config_without_room_behind_the_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompt: must be shorter than generation_config\.max_length = 2, got 2"):
+        resolved(GenerationConfig(max_length=2))
+
+
+def test_a_requests_config_goes_before_the_targets() -> None:
+    own = GenerationConfig(do_sample=True, temperature=0.5, top_k=3, eos_token_id=7)
+    given = GenerationConfig(do_sample=True, temperature=0.9, stop_strings=["x"])
+    found = resolve(
+        Options(generation_config=given), [1], target_config=own, tokenizer=byte_tokenizer(), max_length=None,
+        vocab_size=97, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert (found.params.temperature, found.params.top_k) == (0.9, 3)
+    found.output.extend([5, 7])
+    assert found.output.finish_reason == "stop"
+    assert resolved(own, generation_config=given.__class__(), temperature=0.0).params.greedy
+    with pytest.raises(ValueError, match="generation_config: must be a GenerationConfig, got dict"):
+        resolved(None, generation_config={"max_new_tokens": 3})
+
+
+PROCESSORS: dict[str, Any] = {
+    "sequence_bias": [[[5], 1.0]],
+    "encoder_repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[4]],
+    "min_length": 4,
+    "min_new_tokens": 4,
+    "forced_bos_token_id": 4,
+    "forced_eos_token_id": 4,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (3, 1.1),
+    "suppress_tokens": [4],
+    "begin_suppress_tokens": [4],
+    "watermarking_config": {"bias": 2.0},
+    "top_h": 0.5,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", [n for n, key in KEYS.items() if key.how == "processor" and n != "repetition_penalty"])
+def test_each_processor_by_config_and_by_name(name: str) -> None:
+    if name not in vars(GenerationConfig()):
+        pytest.skip(f"this transformers has no {name}")
+    config = {"eos_token_id": 9, name: PROCESSORS[name]}
+    sampled = {"do_sample": True, "temperature": 0.7}
+    one = resolved(GenerationConfig(**config, **sampled)).processors
+    two = resolved(GenerationConfig(eos_token_id=9, **sampled), **{name: PROCESSORS[name]}).processors
+    assert [type(x) for x in one] == [type(x) for x in two]
+    filters = name in ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "watermarking_config")
+    assert len(one) == (2 if filters else 1)  # temperature acts first
+    assert resolved(GenerationConfig(eos_token_id=9, **sampled)).processors == []
+
+
+def test_filters_behind_temperature_take_all_filters_along() -> None:
+    found = resolved(None, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, typical_p=0.5)
+    names = [type(x).__name__.removesuffix("LogitsWarper") for x in found.processors]
+    assert names == ["Temperature", "TopK", "TopP", "MinP", "Typical"]
+    assert (found.params.temperature, found.params.top_k, found.params.top_p, found.params.min_p) == (1.0, 0, 1.0, 0.0)
+    assert resolved(None, typical_p=0.5).processors == [], "greedy text is not filtered, as in transformers"
+
+
+def test_repetition_penalties_run_with_the_sampling() -> None:
+    found = resolved(GenerationConfig(repetition_penalty=1.2))
+    assert (found.params.repetition_penalty, found.processors) == (1.2, [])
+    found = resolved(
+        GenerationConfig(repetition_penalty=1.2), repetition_penalty=1.5, presence_penalty=1, frequency_penalty=-1
+    )
+    assert found.params.repetition_penalty == 1.5
+    assert (found.params.presence_penalty, found.params.frequency_penalty, found.params.penalised) == (1.0, -1.0, True)
+    # Behind a processor that acts before it, it keeps its place.
+    found = resolved(GenerationConfig(repetition_penalty=1.2, encoder_repetition_penalty=1.1))
+    assert [type(x).__name__ for x in found.processors] == [
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+    ]
+    assert not found.params.penalised
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_new_tokens": 2.5}, "max_new_tokens: must be an integer >= 0, got 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens: must be an integer >= 0, got True"),
+        ({"repetition_penalty": 0}, "sampling: repetition_penalty must be above 0"),
+        ({"presence_penalty": float("nan")}, "sampling: presence_penalty must be a finite number"),
+        ({"frequency_penalty": "1"}, "sampling: frequency_penalty must be a finite number"),
+        ({"logit_bias": [1]}, "logit_bias: must be a mapping of token ids to numbers, got list"),
+        ({"logit_bias": {97: 1.0}}, "logit_bias: token ids must be 0 to 96, got 97"),
+        ({"logit_bias": {3: None}}, "logit_bias: values must be numbers, got None for 3"),
+        ({"logprobs": 21}, "logprobs: must be None or 0 to 20, got 21"),
+        ({"logits_processor": [3]}, "logits_processor: must be functions, got int"),
+        ({"stopping_criteria": "x"}, "stopping_criteria: must be functions, got str"),
+        ({"num_beams": 2}, "nothing: beams are not offered"),
+    ],
+    ids=str,
+)
+def test_values_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        resolved(None, **given)
+    assert message in str(caught.value)
+
+
+def test_bias_and_logprobs() -> None:
+    found = resolved(None, logit_bias={"5": 1, 6: float("-inf")}, logprobs=True)
+    assert found.logit_bias == {5: 1.0, 6: float("-inf")}
+    assert (found.logprobs, resolved(None, logprobs=3).logprobs, resolved(None).logprobs) == (0, 3, None)
+
+
+def test_options_of_each_prompt() -> None:
+    rows = Options.of("generate", temperature=[0.0, 0.5], max_new_tokens=3, stop_token_ids=[1, 2]).rows(2)
+    assert [row.temperature for row in rows] == [0.0, 0.5]
+    assert [(row.max_new_tokens, row.stop_token_ids) for row in rows] == [(3, [1, 2])] * 2
+    with pytest.raises(ValueError, match="temperature: a list must have 3 entries"):
+        Options.of("generate", temperature=[0.0, 0.5]).rows(3)
+
+
+def test_criteria_end_the_text_behind_the_token_that_meets_them() -> None:
+    seen = []
+
+    def long_enough(ids: torch.Tensor, scores: Any) -> bool:
+        seen.append(ids.tolist())
+        return ids.shape[1] >= 5
+
+    output = resolved(None, stopping_criteria=long_enough).output
+    assert output.extend([7, 8, 9, 10, 11])[0] == [7, 8, 9]
+    assert output.finish_reason == "stop"
+    assert seen == [[[3, 1, 7]], [[3, 1, 7, 8]], [[3, 1, 7, 8, 9]]]
+
+
+def test_max_time_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("pydflash.text.time.monotonic", lambda: now[0])
+    output = resolved(GenerationConfig(max_time=2.0)).output
+    output.extend([1, 2])
+    now[0] = 102.5
+    assert output.extend([3, 4])[0] == [3]
+    assert output.finish_reason == "length"
+
+
+def test_notes_that_authors_leave_are_passed_over() -> None:
+    config = GenerationConfig()
+    config.chat_format = "chatml"
+    GenerationDefaults(config)
