@@ -32,7 +32,7 @@ def list_logprobs(ops: ModuleType, logits: Tensor, index: Tensor, tokens: Tensor
         tokens: [B, S] emitted tokens.
         count: K, at least 1.
     """
-    batch, slots, _ = logits.shape
+    batch = logits.shape[0]
     zeros = torch.zeros(batch, dtype=torch.int64, device=logits.device)
     # The drafter's top-k of every slot is the fastest there is, and its order on ties is ours.
     _, ids, _, scores = ops.path_select(logits, None, None, None, zeros, None, 0, zeros.to(torch.int32), count)
