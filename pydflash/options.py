@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -141,6 +141,41 @@ class Options:
                     raise ValueError(f"{name}: a list must have {count} entries (one per prompt), got {len(value)}")
                 spread[name] = value
         return [replace(self, **{name: value[i] for name, value in spread.items()}) for i in range(count)]
+
+
+class MoreOptions(TypedDict, total=False):
+    """Keywords of `Speculator.generate` and `stream` beside the named ones, as in `Options`, for type checkers."""
+
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None
+    generation_config: Any
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    chat_template: str | bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    tools: Sequence[Any] | None
+    continue_final_message: bool | None
+    min_new_tokens: int
+    min_length: int
+    no_repeat_ngram_size: int
+    bad_words_ids: list[list[int]]
+    suppress_tokens: list[int]
+    begin_suppress_tokens: list[int]
+    sequence_bias: Any
+    forced_bos_token_id: int
+    forced_eos_token_id: int | list[int]
+    exponential_decay_length_penalty: tuple[int, float]
+    encoder_repetition_penalty: float
+    encoder_no_repeat_ngram_size: int
+    remove_invalid_values: bool
+    watermarking_config: Any
+    typical_p: float
+    top_h: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    max_time: float
 
 
 _PER_PROMPT = (

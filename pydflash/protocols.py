@@ -89,6 +89,10 @@ class BlockTarget(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+    @property
     def max_length(self) -> int | None:
         """Positions that the model takes at most; None where it states none."""
 
@@ -118,10 +122,6 @@ class TargetLike(BlockTarget, Protocol):
 
     @property
     def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-
     @property
     def generation_config(self) -> Any:
         """transformers' form of it, as it is now, or None."""

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .sampling import SamplingParams, SamplingTensors
-from .stats import Stats
+from .stats import Stats, TokenLogprob
 from .text import Output
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Generation:
     """The result for one prompt.
 
     Attributes:
         token_ids: New tokens only, a stop token included.
         text: Their text without special tokens; empty without a tokenizer.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length", or None while a stream is open.
         stats: Counts and times.
+        logprobs: A `TokenLogprob` for each new token, where they were asked for.
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: str
+    finish_reason: str | None
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        return f"Generation({len(self.token_ids)} tokens, {self.finish_reason}, {text!r}; {self.stats.summary()})"
 
 
 @dataclass(slots=True)
@@ -49,6 +56,9 @@ class Request:
     Attributes:
         ids: Prompt and emitted tokens; the last one is the anchor.
         params, sampling: The sampling parameters, and the same with the seed as tensors [1] on the target's device.
+        logit_bias: {token id: number} that is added to logits.
+        logprobs: How many of the most probable tokens to list at each new one, None for no log-probabilities.
+        listed: The log-probabilities of the new tokens, where they are asked for.
     """
 
     ids: list[int]
@@ -57,6 +67,14 @@ class Request:
     processors: Sequence[LogitsProcessor]
     output: Output
     stats: Stats
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    listed: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether its logits lose or gain something for what the text holds."""
+        return self.params.penalised or bool(self.logit_bias)
 
     @property
     def positions(self) -> int:
@@ -77,6 +95,8 @@ class Request:
         """Take in what a round brought, up to where the request ends."""
         taken, text = self.output.extend(result.tokens)
         self.ids += taken
+        if found.logprobs is not None:
+            self.listed += found.logprobs[: len(taken)]
         stats = self.stats
         # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
         stats.num_drafted.append(result.deepest if len(taken) == len(result.tokens) else len(taken) - 1)
@@ -86,28 +106,17 @@ class Request:
             stats.proposals.append(result.block if result.parents is None else (result.block, result.parents))
         return Chunk(taken, text)
 
-    def process(self, logits: Tensor, block: Tensor, parents: Tensor | None) -> Tensor:
-        """Apply the logits processors to [1, S, V] row by row, each with the tokens before its position.
-
-        parents: [1, S] of a tree, whose rows see their own path only; None for a chain.
-        """
-        if not self.processors:
-            return logits
-        known = torch.tensor([self.ids[:-1]], device=logits.device, dtype=torch.long)
-        follows = range(-1, block.shape[1] - 1) if parents is None else parents[0].tolist()
-        rows, texts = [], [known]  # texts[i + 1]: what slot i ends, itself included
-        for slot, parent in enumerate(follows):
-            scores = logits[:, slot].float()
-            before = torch.cat([texts[parent + 1], block[:, slot : slot + 1]], 1)
-            texts.append(before)
-            for processor in self.processors:
-                scores = processor(before, scores)
-                if not isinstance(scores, Tensor) or scores.shape != logits[:, slot].shape:
-                    got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-                    raise ValueError(f"logits_processor: must return scores [1, V], got {got}")
-                scores = scores.float()
-            rows.append(scores)
-        return torch.stack(rows, 1)
+    def scores(self, logits: Tensor, new: Sequence[int]) -> Tensor:
+        """Logits [1, V] behind the text and `new` tokens, changed by the processors, which are called once."""
+        known = torch.tensor([[*self.ids, *new]], device=logits.device, dtype=torch.long)
+        scores = logits.float()
+        for processor in self.processors:
+            scores = processor(known, scores)
+            if not isinstance(scores, Tensor) or scores.shape != logits.shape:
+                got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                raise ValueError(f"logits_processor: must return scores [1, V], got {got}")
+            scores = scores.float()
+        return scores
 
 
 class RoundResult(NamedTuple):
@@ -118,12 +127,14 @@ class RoundResult(NamedTuple):
         parents: Slot that each follows, where the block is a tree.
         deepest: Drafts on its longest path.
         tokens: New tokens, 1 to `deepest` + 1.
+        logprobs: Of these, where the request asks for them.
     """
 
     block: list[int]
     parents: list[int] | None
     deepest: int
     tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Batch(Protocol):
@@ -157,10 +168,20 @@ class Loop(Protocol):
     most_rows: int
     parts: Any
 
-    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> Batch:
+    def open(
+        self,
+        rows: int,
+        positions: int,
+        *,
+        draws: bool = False,
+        processors: bool = False,
+        penalties: bool = False,
+        logprobs: int = 0,
+    ) -> Batch:
         """A batch of `rows` free rows of up to `positions` positions each, prompt and new tokens together.
 
-        draws: Whether requests of temperature > 0 may come; processors: whether ones with logits processors may.
+        draws: Whether requests of temperature > 0 may come; processors, penalties: whether ones with logits processors
+        or with penalties and biases may; logprobs: the most tokens that one may list at each new one, 0 for none.
         """
 
 
@@ -181,6 +202,15 @@ class Stream:
     def __next__(self) -> Chunk:
         return next(self._chunks)
 
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """The same chunks; a round runs in a thread while other tasks go on."""
+        ended = object()
+        try:
+            while (chunk := await asyncio.to_thread(next, self._chunks, ended)) is not ended:
+                yield cast("Chunk", chunk)
+        finally:
+            self._chunks.close()
+
     @property
     def output(self) -> Generation:
         return generation(self._request)
@@ -189,10 +219,11 @@ class Stream:
 def generation(request: Request) -> Generation:
     """What a request has brought so far."""
     output = request.output
-    return Generation(list(output.token_ids), output.text, output.finish_reason or "length", request.stats)
+    logprobs = None if request.logprobs is None else list(request.listed)
+    return Generation(list(output.token_ids), output.text, output.finish_reason, request.stats, logprobs)
 
 
-def _chunks(request: Request, loop: Loop) -> Iterator[Chunk]:
+def _chunks(request: Request, loop: Loop) -> Generator[Chunk, None, None]:
     rounds = run(loop, [request])
     try:
         for chunks in rounds:
@@ -211,6 +242,8 @@ def run(loop: Loop, requests: Sequence[Request]) -> Generator[list[Chunk], None,
         max(request.positions for request in waiting),
         draws=any(not request.params.greedy for request in waiting),
         processors=any(request.processors for request in waiting),
+        penalties=any(request.penalised for request in waiting),
+        logprobs=max((max(1, n) for request in waiting if (n := request.logprobs) is not None), default=0),
     )
     try:
         chunks = {}

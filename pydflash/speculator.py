@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,15 +14,19 @@ from torch import nn
 from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, shared_turns, target_of
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
 from .ops import backends
+from .options import DEFAULT_TOKENS, LogitsProcessor, MoreOptions, Options, resolve
 from .protocols import DrafterLike, Refreshable, TargetLike, offers
-from .request import LogitsProcessor, Request, Stream, generation, run
+from .request import Request, Stream, generation, run
 from .rounds.paths import PATHS, Paths
 from .rounds.round import Parts
-from .sampling import SamplingParams, SamplingTensors, row_seeds
+from .sampling import SamplingTensors, row_seeds
 from .stats import Stats
 from .target.defaults import GenerationDefaults
 from .target.loading import tokenizer_or_none
-from .text import Output, Prompt, encode, split_prompts, token_ids_of
+from .text import Prompt, encode, split_prompts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Speculator:
@@ -84,7 +88,7 @@ class Speculator:
         self.target: TargetLike = target
         self.drafter, self.tokenizer = drafter, tokenizer
         self._backend = "reference" if backend == "reference" else "native"
-        self._defaults()  # refuses what a generation config asks for in vain
+        GenerationDefaults(target.generation_config)  # refuses what it asks for in vain
         backend_name = backends.choose(backend, target.device.type)
         if self._backend == "native" and target.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -175,10 +179,6 @@ class Speculator:
         if (line := paths.description) is not None:
             self._backends["tree"] = line
 
-    def _defaults(self) -> GenerationDefaults:
-        """What the target's generation config asks for now; users change it between requests."""
-        return GenerationDefaults(self.target.generation_config)
-
     def refresh(self) -> None:
         """Forget every copy that was computed from weights; the next request computes them anew.
 
@@ -204,7 +204,7 @@ class Speculator:
     def generate(
         self,
         prompt: Prompt,
-        max_new_tokens: int | None = 256,
+        max_new_tokens: int | None = DEFAULT_TOKENS,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -212,50 +212,62 @@ class Speculator:
         seed: int | Sequence[int] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         return_proposals: bool = False,
         *,
-        chat_template: str | bool | None = None,
+        n: int = 1,
+        streamer: Any = None,
+        return_errors: bool = False,
+        **options: Unpack[MoreOptions],
     ) -> Any:
         """Generate for one prompt, or for each of a list.
 
         Args:
             prompt: Text, chat messages, token ids (list, [P] tensor), or a list of these ([B, P] tensor).
-            max_new_tokens: None is up to the target's context limit.
+            max_new_tokens: What the target's generation config says where not given, else 256; None is up to the
+                target's context limit. A `GenerationConfig` may stand here too.
             temperature, top_p, top_k, min_p: None takes what the target's generation config sets (greedy where it
-                does not sample).
+                does not sample). Each may be a list with one entry for each prompt, max_new_tokens too.
             seed: Number for all prompts, one number each, or None for fresh draws. At temperature > 0 without
                 `draft_sampling` the text for a seed does not depend on the drafter.
             stop_token_ids: None takes the target's end-of-sequence tokens; [] none.
             stop_strings: The text ends with the first of them that appears. None takes the target's; [] none.
-            logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, as in transformers, applied
-                at every position with the tokens before it.
+            logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, as in transformers, called once
+                for every emitted position, in order. It may keep a state.
             return_proposals: Keep each round's block in `stats.proposals`.
-            chat_template: None wraps text with the tokenizer's template where it has one; False never; a string
-                is the template.
+            n: Texts for each prompt, the i-th with seed + i; then the result is a list for each prompt.
+            streamer: With transformers' `put` and `end`, for one prompt: gets the prompt's ids, then new ones.
+            return_errors: For a list: a prompt that cannot run gives its ValueError instead of ending the call.
+            options: See `pydflash.options.Options`; keys of a `GenerationConfig` too.
 
         Returns: a `Generation`, or a list of them for a list of prompts.
 
-        Raises: ValueError naming the argument, what is allowed and what came.
+        Raises: ValueError naming the argument, what is allowed and what came; TypeError for an unknown one.
         """
+        given = self._options("generate", locals())
         prompts, many = split_prompts(prompt)
-        sampling = (temperature, top_p, top_k, min_p)
-        ends = (stop_token_ids, stop_strings, logits_processor)
-        requests = [
-            self._request(single, max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
-            for single, row_seed in zip(prompts, row_seeds(seed, len(prompts)), strict=True)
-        ]
-        size = self.loop.most_rows
-        for i in range(0, len(requests), size):
-            for _ in run(self.loop, requests[i : i + size]):
-                pass
-        results = [generation(request) for request in requests]
+        if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"n: must be an integer >= 1, got {n!r}")
+        if streamer is not None and (many or n > 1):
+            raise ValueError(f"streamer: must be None for several texts, got one for {len(prompts)} x {n}")
+        requests: list[Request | ValueError] = []
+        for single, row_seed, row in zip(prompts, row_seeds(seed, len(prompts)), given.rows(len(prompts)), strict=True):
+            for i in range(int(n)):
+                try:
+                    requests.append(self._request(single, _shifted(row_seed, i), row))
+                except ValueError as error:
+                    if not (many and return_errors):
+                        raise
+                    requests.append(error)
+        self._run([request for request in requests if isinstance(request, Request)], streamer)
+        found = [request if isinstance(request, ValueError) else generation(request) for request in requests]
+        results = found if n == 1 else [found[i : i + n] for i in range(0, len(found), n)]
         return results if many else results[0]
 
     def stream(
         self,
         prompt: Prompt,
-        max_new_tokens: int | None = 256,
+        max_new_tokens: int | None = DEFAULT_TOKENS,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -263,78 +275,86 @@ class Speculator:
         seed: int | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         return_proposals: bool = False,
-        *,
-        chat_template: str | bool | None = None,
+        **options: Unpack[MoreOptions],
     ) -> Stream:
-        """As `generate`, for one prompt, as an iterator of a `Chunk` per round; `stream.output` is the `Generation`."""
+        """As `generate`, for one prompt, as an iterator of a `Chunk` per round; `stream.output` is the `Generation`.
+
+        `async for` takes the same stream, whose rounds then run in a thread.
+        """
+        given = self._options("stream", locals())
         prompts, many = split_prompts(prompt)
         if many:
             raise ValueError(f"stream: prompt must be a single one, got a list of {len(prompts)}")
-        sampling = (temperature, top_p, top_k, min_p)
-        ends = (stop_token_ids, stop_strings, logits_processor)
         (row_seed,) = row_seeds(seed, 1)
-        request = self._request(prompts[0], max_new_tokens, sampling, row_seed, ends, return_proposals, chat_template)
-        return Stream(request, self.loop)
+        return Stream(self._request(prompts[0], row_seed, *given.rows(1)), self.loop)
 
-    def _request(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int | None,
-        sampling: tuple[float | None, float | None, int | None, float | None],
-        seed: int,
-        ends: tuple[Any, Any, Any],
-        return_proposals: bool,
-        chat_template: str | bool | None,
-    ) -> Request:
+    def _options(self, method: str, given: dict[str, Any]) -> Options:
+        """The options among a method's arguments."""
+        names = [name for name in _NAMED if name in given]
+        values = {name: given[name] for name in names} | given["options"]
+        if hasattr(values["max_new_tokens"], "to_diff_dict"):  # transformers' second argument
+            values["generation_config"], values["max_new_tokens"] = values["max_new_tokens"], DEFAULT_TOKENS
+        return Options.of(method, **values)
+
+    def _run(self, requests: Sequence[Request], streamer: Any) -> None:
+        size = self.loop.most_rows
+        if streamer is not None:
+            streamer.put(torch.tensor([requests[0].ids]))
+        for i in range(0, len(requests), size):
+            for chunks in run(self.loop, requests[i : i + size]):
+                if streamer is not None:
+                    streamer.put(torch.tensor(chunks[0].token_ids))
+        if streamer is not None:
+            streamer.end()
+
+    def _request(self, prompt: Prompt, seed: int, options: Options) -> Request:
         """A checked request, with the target's own settings where none are given."""
-        temperature, top_p, top_k, min_p = sampling
-        stop_token_ids, stop_strings, logits_processor = ends
-        defaults = self._defaults()
-        params = SamplingParams.resolve(defaults.sampling, temperature, top_k, top_p, min_p)
-        ids = encode(prompt, self.tokenizer, chat_template, self.target.embed_weight.shape[0])
-        if params.greedy and temperature is None and any(x is not None for x in (top_p, top_k, min_p)):
-            warnings.warn(
-                "top_p, top_k and min_p change nothing here: the target's generation config does not sample; give a "
-                "temperature above 0",
-                UserWarning,
-                stacklevel=3,
-            )
-        if stop_token_ids is None:
-            stop_token_ids = defaults.stop_token_ids or _tokenizer_stops(self.tokenizer)
-        stops = token_ids_of("stop_token_ids", stop_token_ids)
-        if stop_strings is None:
-            stop_strings = defaults.stop_strings
-        if callable(logits_processor):
-            logits_processor = [logits_processor]
-        if isinstance(stop_strings, str):
-            stop_strings = [stop_strings]
-        limit = self._token_limit(len(ids), max_new_tokens)
-        processors = defaults.processors(len(ids), stops, self.target.device)
+        target = self.target
+        ids = encode(
+            prompt,
+            self.tokenizer,
+            options.chat_template,
+            target.embed_weight.shape[0],
+            tools=options.tools,
+            chat_template_kwargs=options.chat_template_kwargs,
+            continue_final_message=options.continue_final_message,
+        )
+        found = resolve(
+            options,
+            ids,
+            target_config=target.generation_config,
+            tokenizer=self.tokenizer,
+            max_length=target.max_length,
+            vocab_size=target.vocab_size,
+            device=target.device,
+        )
         return Request(
             ids=ids,
-            params=params,
-            sampling=SamplingTensors.of(params, seed, self.target.device),
-            processors=[*processors, *(logits_processor or ())],
-            output=Output(self.tokenizer, limit, stops, stop_strings),
-            stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if return_proposals else None),
+            params=found.params,
+            sampling=SamplingTensors.of(found.params, seed, target.device),
+            processors=found.processors,
+            output=found.output,
+            stats=Stats(len(ids), backends=dict(self._backends), proposals=[] if options.return_proposals else None),
+            logit_bias=found.logit_bias,
+            logprobs=found.logprobs,
         )
 
-    def _token_limit(self, prompt_length: int, max_new_tokens: int | None) -> int:
-        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
-            raise ValueError(f"max_new_tokens: must be an integer >= 0, got {max_new_tokens!r}")
-        longest = self.target.max_length
-        if longest is not None:
-            if prompt_length > longest:
-                raise ValueError(f"prompt: must fit the target's {longest} positions, got {prompt_length} tokens")
-            room = longest - prompt_length
-            return room if max_new_tokens is None else min(max_new_tokens, room)
-        if max_new_tokens is None:
-            raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
-        return max_new_tokens
+
+_NAMED = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop_token_ids",
+    "stop_strings",
+    "logits_processor",
+    "return_proposals",
+)
 
 
-def _tokenizer_stops(tokenizer: Any) -> list[int]:
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return [] if eos is None else [eos]
+def _shifted(seed: int, i: int) -> int:
+    """seed + i in 64 signed bits."""
+    return (seed + i + 2**63) % 2**64 - 2**63

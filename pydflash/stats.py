@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TokenLogprob(NamedTuple):
+    """What the target thought of an emitted token.
+
+    Attributes:
+        token_id, logprob: The token and its log-probability, by the logits as the model gives them.
+        top: (token id, log-probability) of the most probable tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(slots=True)

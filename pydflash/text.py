@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -279,6 +280,18 @@ class Output:
             self._shown.read(self.token_ids, final=self.finish_reason is not None)
             self.text = self._shown.text
         return self.token_ids[first:], self.text[before:]
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens would end the output, by ids, strings or number; it stays as it is."""
+        if any(token in self._stop_ids for token in tokens) or len(self.token_ids) + len(tokens) >= self.limit:
+            return True
+        if not self._stop_strings:
+            return False
+        other = copy.copy(self)
+        other.token_ids, other._criteria = list(self.token_ids), ()
+        other._shown, other._whole = copy.copy(self._shown), copy.copy(self._whole)
+        other.extend(tokens)
+        return other.finish_reason is not None
 
     def _too_late(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline

@@ -191,7 +191,7 @@ def calibrate(
     plain_speed, plain_seconds = _speed(stats[0]), _round_seconds(stats[0])
     acceptance = _slot_acceptance(stats[sizes.index(full) + 1])
     rows = []
-    for (path, size, nodes), found in zip(ways, stats[1:], strict=True):
+    for (path, size, num_nodes), found in zip(ways, stats[1:], strict=True):
         seconds = _round_seconds(found)
         rounds = sum(s.rounds for s, _ in found)
         length = sum(s.new_tokens for s, _ in found) / rounds
@@ -200,7 +200,7 @@ def calibrate(
             Row(
                 path,
                 size,
-                nodes,
+                num_nodes,
                 1 + sum(sum(s.num_verified) for s, _ in found) / rounds,
                 seconds,
                 length,

@@ -14,7 +14,9 @@ from ..protocols import RowDrafter, RowTarget
 from ..request import Request, RoundResult
 from . import round as steps
 from .device_round import DeviceRounds, Record
+from .logprobs import list_logprobs, named
 from .paths import Block
+from .processors import process
 from .round import Parts
 from .timing import device_seconds
 
@@ -56,13 +58,21 @@ class DeviceLoop:
         with _LOCK:
             self.free.clear()
 
-    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> DeviceBatch:
+    def open(
+        self,
+        rows: int,
+        positions: int,
+        *,
+        draws: bool = False,
+        processors: bool = False,
+        penalties: bool = False,
+        logprobs: int = 0,
+    ) -> DeviceBatch:
         """See `pydflash.request.Loop`; `draws` is about drafts too, so all rows share the program that it needs."""
         # A round may begin at the last position, and one more that nobody reads may be under way behind it.
         needed = positions + 2 * self.parts.block_size + 1
-        return DeviceBatch(
-            self, self._take(rows, needed, self.parts.draft_sampling and draws, processors), positions, draws
-        )
+        kind = (self.parts.draft_sampling and draws, processors, penalties, logprobs)
+        return DeviceBatch(self, self._take(rows, needed, kind), positions, draws)
 
     def give_back(self, rounds: DeviceRounds) -> None:
         """Take the buffers of a batch that is closed for the next one."""
@@ -73,20 +83,23 @@ class DeviceLoop:
             self.free.append(rounds)
             del self.free[:-_KEPT]
 
-    def _take(self, batch: int, needed: int, draws: bool, pieces: bool) -> DeviceRounds:
+    def _take(self, batch: int, needed: int, kind: tuple[bool, bool, bool, int]) -> DeviceRounds:
+        draws, pieces, penalties, logprobs = kind
         capacity = bucket(needed)
         with _LOCK:
             self.free = [rounds for rounds in self.free if rounds.current]
             for rounds in self.free:
-                same = (rounds.batch, rounds.draws, rounds.pieces) == (batch, draws, pieces)
-                if same and needed <= rounds.capacity <= 2 * capacity:
+                its = (rounds.draws, rounds.pieces, rounds.penalties, rounds.logprobs)
+                if rounds.batch == batch and its == kind and needed <= rounds.capacity <= 2 * capacity:
                     self.free.remove(rounds)
                     accelerator = backends.accelerator(rounds.device)
                     if rounds.ended is not None and accelerator is not None:
                         accelerator.current_stream(rounds.device).wait_event(rounds.ended)
                     return rounds
         with self.parts.turns:
-            return DeviceRounds(self.parts, batch, capacity, draws=draws, pieces=pieces)
+            return DeviceRounds(
+                self.parts, batch, capacity, draws=draws, pieces=pieces, penalties=penalties, logprobs=logprobs
+            )
 
 
 class DeviceBatch:
@@ -118,6 +131,10 @@ class DeviceBatch:
             raise ValueError(f"admit: request must take at most {self.positions} positions, got {request.positions}")
         if request.processors and not self.rounds.pieces:
             raise ValueError("admit: request must have no logits processors where the batch was opened without")
+        if request.penalised and not self.rounds.penalties:
+            raise ValueError("admit: request must have no penalties and biases where the batch was opened without")
+        if (request.logprobs or 0) > self.rounds.logprobs or (request.logprobs == 0 and not self.rounds.logprobs):
+            raise ValueError(f"admit: request must list at most {self.rounds.logprobs} tokens, got {request.logprobs}")
         if not request.params.greedy and not self.draws:
             raise ValueError("admit: request must be greedy where the batch was opened without draws")
 
@@ -133,9 +150,17 @@ class DeviceBatch:
         assert logits is not None
         block = Block(ids[:, -1:], None)
         starts = torch.full((1,), ids.shape[1] - 1, dtype=torch.int32, device=rounds.device)
-        accepted = steps.accept(parts, block, request.process(logits, block.tokens, None), request.sampling, starts)
+        changed = logits
+        if (penalties := rounds.rows.penalties) is not None:
+            penalties.admit(row, request.ids, request.params, request.logit_bias)
+            changed = penalties.row(row).apply(logits, block.tokens, torch.ones_like(block.tokens))
+        accepted = steps.accept(parts, block, process(parts, request, block, changed, starts), request.sampling, starts)
         rounds.activate(row, accepted.bonus)
-        return int(accepted.bonus)
+        token = int(accepted.bonus)
+        if request.logprobs is not None:
+            its = list_logprobs(parts.ops, logits, accepted.slots, accepted.bonus[:, None], max(1, request.logprobs))
+            request.listed += named([token], its.joined()[0].tolist(), request.logprobs)
+        return token
 
     def step(self) -> dict[int, RoundResult]:
         """Launch rounds, and wait for the oldest of those under way."""
@@ -148,19 +173,20 @@ class DeviceBatch:
                     rounds.launch()
         number = rounds.collected
         return {
-            row: _result(record)
-            for row, record in enumerate(rounds.collect())
-            if self._requests[row] is not None and self._first[row] <= number
+            row: _result(record, request)
+            for row, (record, request) in enumerate(zip(rounds.collect(), self._requests, strict=True))
+            if request is not None and self._first[row] <= number
         }
 
     def _process(self, logits: Tensor, block: Block) -> Tensor:
-        parents, rows = block.parents, []
+        rows = []
         for row, request in enumerate(self._requests):
             its = slice(row, row + 1)
             if request is None:
                 rows.append(logits[its])
             else:
-                rows.append(request.process(logits[its], block.tokens[its], None if parents is None else parents[its]))
+                starts = self.rounds.rows.starts[its]
+                rows.append(process(self.rounds.parts, request, block.row(row), logits[its], starts))
         return torch.cat(rows)
 
     def retire(self, row: int) -> None:
@@ -179,10 +205,12 @@ class DeviceBatch:
         self._loop.give_back(self.rounds)
 
 
-def _result(record: Record) -> RoundResult:
+def _result(record: Record, request: Request) -> RoundResult:
+    wanted = request.logprobs
+    listed = None if wanted is None else named(record.tokens, record.listed, wanted)
     if record.parents is None:
-        return RoundResult(record.block, None, len(record.block) - 1, record.tokens)
+        return RoundResult(record.block, None, len(record.block) - 1, record.tokens, listed)
     depths = [0]
     for parent in record.parents[1:]:
         depths.append(depths[parent] + 1)
-    return RoundResult(record.block, record.parents, max(depths), record.tokens)
+    return RoundResult(record.block, record.parents, max(depths), record.tokens, listed)

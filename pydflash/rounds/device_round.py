@@ -19,17 +19,21 @@ from ..protocols import RowDrafter, RowTarget, TargetOutput
 from ..sampling import SamplingTensors
 from . import round as steps
 from .paths import Block
+from .penalties import Penalties
 from .round import DeviceRows, Parts
 
 _AHEAD = 2  # rounds that may be under way
 
 
 class Record(NamedTuple):
-    """What one round did for one row: its new tokens, none where it was not active; the block; a tree's parents."""
+    """What one round did for one row: its new tokens, none where it was not active; the block; a tree's parents; and
+    `Listed.joined` of the new tokens where it is asked for.
+    """
 
     tokens: list[int]
     block: list[int]
     parents: list[int] | None
+    listed: list[list[float]]
 
 
 class DeviceRounds:
@@ -44,9 +48,20 @@ class DeviceRounds:
         how: "graph", "eager", or why it is not a graph.
     """
 
-    def __init__(self, parts: Parts, batch: int, capacity: int, *, draws: bool = False, pieces: bool = False) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        batch: int,
+        capacity: int,
+        *,
+        draws: bool = False,
+        pieces: bool = False,
+        penalties: bool = False,
+        logprobs: int = 0,
+    ) -> None:
         """parts: of a `RowTarget`, and a `RowDrafter` or none."""
         self.parts, self.batch, self.capacity, self.draws, self.pieces = parts, batch, capacity, draws, pieces
+        self.penalties, self.logprobs = penalties, logprobs
         self.target, self.drafter = cast("RowTarget", parts.target), cast("RowDrafter | None", parts.drafter)
         self.device = device = self.target.device
         self._accelerator = accelerator = backends.accelerator(device)
@@ -58,7 +73,12 @@ class DeviceRounds:
             blocks = 2 if parts.paths.path == "tree" else 1  # tokens, and parents where they form a tree
             self._report = self.rows.record.new_zeros(batch, slots + 1 + blocks * slots)
             pinned = accelerator is not None
-            self._host = [torch.empty_like(self._report, device="cpu", pin_memory=pinned) for _ in range(_AHEAD)]
+            self._reports = [self._report]
+            if logprobs:
+                self._reports.append(torch.zeros(batch, slots, 1 + 2 * logprobs, device=device))
+            self._host = [
+                [torch.empty_like(x, device="cpu", pin_memory=pinned) for x in self._reports] for _ in range(_AHEAD)
+            ]
             self._events = [None if accelerator is None else accelerator.Event() for _ in range(_AHEAD)]
             # A captured graph reads these; they must not go when others take their place.
             self._held = (self.target.tables(capacity + 64), self.drafter and self.drafter.tables())
@@ -85,6 +105,8 @@ class DeviceRounds:
             counts=counts,
             active=active,
             record=torch.full((batch, slots + 1), -1, dtype=torch.int64, device=device),
+            penalties=Penalties(batch, target.vocab_size, device) if self.penalties else None,
+            logprobs=self.logprobs,
         )
 
     # --- the program ----------------------------------------------------------------------------------------
@@ -93,13 +115,17 @@ class DeviceRounds:
         block = steps.draft(self.parts, self.rows, self.parts.block_size)
         output = steps.verify(self.parts, self.rows, block)
         self._between: tuple[Block, TargetOutput] = (block, output)
+        self._logits = steps.penalised(self.rows, block, output.logits)
         if self.pieces:
-            self._logits = output.logits.float()
+            self._logits = self._logits.float()
 
     def _second_piece(self) -> None:
         (block, output), rows = self._between, self.rows
-        logits = self._logits if self.pieces else output.logits
-        rows.commit(block, output, steps.accept(self.parts, block, logits, rows.sampling, rows.starts))
+        accepted = steps.accept(self.parts, block, self._logits, rows.sampling, rows.starts)
+        rows.commit(block, output, accepted)
+        rows.note(self.parts.ops, output, accepted, rows.record[:, :-1])
+        if rows.listed is not None:
+            self._reports[1].copy_(rows.listed)
         shape = [] if block.parents is None else [block.parents.long()]
         self._report.copy_(torch.cat([rows.record, block.tokens, *shape], 1))
 
@@ -164,7 +190,8 @@ class DeviceRounds:
                     self._logits.copy_(process(self._logits, self._between[0]))
                 part()
             at = self.launched % _AHEAD
-            self._host[at].copy_(self._report, non_blocking=True)
+            for host, report in zip(self._host[at], self._reports, strict=True):
+                host.copy_(report, non_blocking=True)
             if (event := self._events[at]) is not None:
                 event.record()
         self.launched += 1
@@ -177,9 +204,11 @@ class DeviceRounds:
         self.collected += 1
         slots = self.rows.record.shape[1] - 1
         rows = []
-        for numbers in self._host[at].tolist():
+        numbers_of, *listed_of = (x.tolist() for x in self._host[at])
+        for i, numbers in enumerate(numbers_of):
+            row = listed_of[0][i] if listed_of else []
             block, parents = numbers[slots + 1 : 2 * slots + 1], numbers[2 * slots + 1 :]
-            rows.append(Record(numbers[: numbers[slots]], block, parents or None))
+            rows.append(Record(numbers[: numbers[slots]], block, parents or None, row))
         return rows
 
     # --- sequences ------------------------------------------------------------------------------------------
@@ -202,6 +231,8 @@ class DeviceRounds:
         rows.anchors[row : row + 1] = anchor
         rows.starts[row] = rows.cache.lengths[row]
         rows.active[row] = 1
+        if rows.penalties is not None:
+            rows.penalties.row(row).count(anchor[:, None])
 
     def retire(self, row: int) -> None:
         """Leave a row out of the rounds to come."""

@@ -7,8 +7,12 @@ import time
 import torch
 
 from ..request import Request, RoundResult
+from ..stats import TokenLogprob
 from . import round as steps
+from .logprobs import named
 from .paths import Block
+from .penalties import Penalties
+from .processors import process
 from .round import HostRow, Parts
 from .timing import host_seconds
 
@@ -24,7 +28,7 @@ class HostLoop:
             seconds = host_seconds(parts.target, parts.drafter, parts.paths, parts.block_size)
             parts.paths.settle(seconds, by_round=True)
 
-    def open(self, rows: int, positions: int, *, draws: bool = False, processors: bool = False) -> HostBatch:
+    def open(self, rows: int, positions: int, **_: object) -> HostBatch:
         """See `pydflash.request.Loop`. Nothing is allocated before a row is admitted to."""
         return HostBatch(self.parts, rows, positions)
 
@@ -50,21 +54,28 @@ class HostBatch:
             prompt = torch.tensor([ids], device=target.device)
             output = target.prefill(prompt, cache)
             block = Block(prompt[:, -1:], None)
-            logits = request.process(output.logits, block.tokens, None)
-            bonus = steps.accept(parts, block, logits, request.sampling, starts).bonus
             state = HostRow(
                 target=target,
-                anchors=bonus,
+                anchors=prompt[0, -1:],
                 starts=starts + 1,
                 cache=cache,
                 context=None,
                 sampling=request.sampling,
                 draws=parts.draft_sampling and not request.params.greedy,
+                logprobs=0 if request.logprobs is None else max(1, request.logprobs),
             )
+            if request.penalised:
+                state.penalties = Penalties(1, output.logits.shape[-1], target.device)
+                state.penalties.admit(0, ids, request.params, request.logit_bias)
+            logits = process(parts, request, block, steps.penalised(state, block, output.logits), starts)
+            accepted = steps.accept(parts, block, logits, request.sampling, starts)
+            state.anchors = accepted.bonus
+            state.note(parts.ops, output, accepted, accepted.bonus[:, None])
             if parts.block_size > 1 and parts.drafter is not None:
                 state.context = parts.drafter.new_cache(1, request.positions + parts.block_size)
                 state.features = output.features
-            token = int(bonus)
+            token = int(accepted.bonus)
+        request.listed += _listed(request, state, [token]) or []
         self._rows[row] = request, state
         request.stats.prefill_seconds = time.perf_counter() - begin
         return [token]
@@ -86,13 +97,18 @@ class HostBatch:
         parts = self.parts
         block = steps.draft(parts, state, self._useful_slots(request))
         output = steps.verify(parts, state, block)
-        logits = request.process(output.logits, block.tokens, block.parents)
+        logits = process(parts, request, block, steps.penalised(state, block, output.logits), state.starts)
         accepted = steps.accept(parts, block, logits, state.sampling, state.starts)
         state.commit(block, output, accepted)
-        tokens = block.tokens[0].tolist()
+        tokens, slots = block.tokens[0].tolist(), block.tokens.shape[1]
+        if state.penalties is not None or state.logprobs:
+            new = torch.tensor([state.tokens + [-1] * (slots - len(state.tokens))], device=block.tokens.device)
+            state.note(parts.ops, output, accepted, new)
+        listed = _listed(request, state, state.tokens)
         if block.tree is None:
-            return RoundResult(tokens, None, len(tokens) - 1, state.tokens)
-        return RoundResult(tokens, block.tree.parents[0].tolist(), int(block.tree.depths.max()), state.tokens)
+            return RoundResult(tokens, None, len(tokens) - 1, state.tokens, listed)
+        deepest = int(block.tree.depths.max())
+        return RoundResult(tokens, block.tree.parents[0].tolist(), deepest, state.tokens, listed)
 
     def _useful_slots(self, request: Request) -> int:
         """A full block, but no position at or beyond the target's context limit."""
@@ -100,3 +116,9 @@ class HostBatch:
         if longest is None:
             return self.parts.block_size
         return max(1, min(self.parts.block_size, longest - len(request.ids)))
+
+
+def _listed(request: Request, state: HostRow, tokens: list[int]) -> list[TokenLogprob] | None:
+    if request.logprobs is None or state.listed is None:
+        return None
+    return named(tokens, state.listed[0].tolist(), request.logprobs)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..stats import TokenLogprob
+
 
 class Listed(NamedTuple):
     """What the target thought at N emitted positions of B sequences.
@@ -21,6 +23,10 @@ class Listed(NamedTuple):
     logprobs: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+
+    def joined(self) -> Tensor:
+        """All of it as one [B, N, 1 + 2 K] float32: ids below 2**24 are exact."""
+        return torch.cat([self.logprobs[:, :, None], self.top_ids.float(), self.top_logprobs], 2)
 
 
 def list_logprobs(ops: ModuleType, logits: Tensor, index: Tensor, tokens: Tensor, count: int) -> Listed:
@@ -43,3 +49,12 @@ def list_logprobs(ops: ModuleType, logits: Tensor, index: Tensor, tokens: Tensor
     emitted = logits[rows, at, tokens.clamp(min=0)].float()
     total = totals.gather(1, at)
     return Listed(emitted - total, ids.gather(1, wide), scores.gather(1, wide) - total[:, :, None])
+
+
+def named(tokens: list[int], rows: list[list[float]], count: int) -> list[TokenLogprob]:
+    """`Listed.joined` of one sequence, as lists, for its new tokens; `count` of the most probable are kept."""
+    found = []
+    for token, (logprob, *top) in zip(tokens, rows, strict=False):
+        ids, logprobs = top[: len(top) // 2], top[len(top) // 2 :]
+        found.append(TokenLogprob(token, logprob, [(int(i), x) for i, x in zip(ids, logprobs, strict=True)][:count]))
+    return found

@@ -38,6 +38,12 @@ class Block(NamedTuple):
         """[B, S] int32 of a tree."""
         return None if self.tree is None else self.tree.parents
 
+    def row(self, b: int) -> Block:
+        """Sequence b alone."""
+        its = slice(b, b + 1)
+        tree = None if self.tree is None else Tree(*(x if len(x) == 1 else x[its] for x in self.tree))
+        return Block(self.tokens[its], tree, None if self.q is None else (self.q[0][its], self.q[1][its]))
+
 
 def lattice_nodes(slots: int, candidates: int) -> int:
     """How many nodes a tree over `slots` drafting slots can have at most, 63 where there are more."""

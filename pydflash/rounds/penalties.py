@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,13 @@ class Penalties:
         self._bias = torch.zeros(rows, vocab_size, device=device)
         self._repetition = torch.ones(rows, 1, device=device)
         self._presence, self._frequency = (torch.zeros(rows, 1, device=device) for _ in range(2))
+
+    def row(self, b: int) -> Penalties:
+        """Sequence b alone, over the same memory."""
+        one = copy.copy(self)
+        for name, held in vars(self).items():
+            setattr(one, name, held[b : b + 1])
+        return one
 
     def admit(self, row: int, prompt: Sequence[int], params: SamplingParams, bias: Mapping[int, float]) -> None:
         """Begin a sequence in a row."""

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import ops
 from ..ops import reference
 from ..protocols import BlockTarget, DrafterLike, RowTarget, TargetOutput
 from ..sampling import SamplingTensors
+from .logprobs import list_logprobs
 from .paths import Block, Paths
+from .penalties import Penalties
 from .turns import Turns
 
 
@@ -72,6 +75,9 @@ class Rows:
         draws: Whether drafts are drawn from the drafter's law where a row's temperature is above 0.
         features: [B, C, F * H] of tokens that are committed and not yet in the drafter's context, as far as they are
             valid: the first `counts` [B] int32, at most a block; all where `counts` is None.
+        penalties: Of the logits, for tokens of the text; None where no row has any.
+        logprobs: How many of the target's most probable tokens are listed at each new one, 0 for nothing at all.
+        listed: `Listed.joined` of the last round's new tokens, where they are listed.
     """
 
     anchors: Tensor
@@ -82,10 +88,20 @@ class Rows:
     draws: bool
     features: Tensor | None = None
     counts: Tensor | None = None
+    penalties: Penalties | None = None
+    logprobs: int = 0
+    listed: Tensor | None = None
 
     def commit(self, block: Block, output: TargetOutput, accepted: Accepted) -> None:
         """Keep the accepted slots, in the target's cache and in what the next round starts from."""
         raise NotImplementedError
+
+    def note(self, ops: ModuleType, output: TargetOutput, accepted: Accepted, tokens: Tensor) -> None:
+        """Count new tokens [B, S], filled up with -1, and list what the target thought of them."""
+        if self.penalties is not None:
+            self.penalties.count(tokens)
+        if self.logprobs:
+            self.listed = list_logprobs(ops, output.logits, accepted.slots, tokens, self.logprobs).joined()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,6 +177,19 @@ def draft(parts: Parts, rows: Rows, slots: int) -> Block:
 def verify(parts: Parts, rows: Rows, block: Block) -> TargetOutput:
     """The target's logits and features of the block."""
     return parts.target.verify(block.tokens, rows.cache, block.tree)
+
+
+def penalised(rows: Rows, block: Block, logits: Tensor) -> Tensor:
+    """The logits [B, S, V] of a block with what the rows' texts take off them."""
+    if rows.penalties is None:
+        return logits
+    sees = chain_visibility(block.tokens.shape[1], logits.device) if block.tree is None else block.tree.visibility
+    return rows.penalties.apply(logits, block.tokens, sees)
+
+
+def chain_visibility(slots: int, device: torch.device) -> Tensor:
+    """[1, S] int64: every slot sees itself and the slots before it."""
+    return (torch.full((1, slots), 2, dtype=torch.int64, device=device) << torch.arange(slots, device=device)) - 1
 
 
 def accept(parts: Parts, block: Block, logits: Tensor, sampling: SamplingTensors, starts: Tensor) -> Accepted:

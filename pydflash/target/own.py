@@ -101,6 +101,7 @@ class OwnTarget:
         """What comes before a trial. Raises: ValueError for a model whose attention cannot run in place."""
         self.target, self.facts = target, target.facts
         self.device, self.dtype, self.max_length = target.device, target.dtype, target.max_length
+        self.vocab_size = target.vocab_size
         self.embed_weight, self.hidden_size, self.layer_ids = target.embed_weight, target.hidden_size, target.layer_ids
         self._check_family()
         transformers.AttentionInterface.register(_NAME, _attend)

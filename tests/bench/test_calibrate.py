@@ -55,9 +55,8 @@ def test_rows_follow_from_acceptance_and_cost(timed: None, target: Target, text:
     assert [row.block_size for row in rows] == [2, 3, 4, 6]
     assert done[-1] == (5, 5)
     full = rows[-1]
-    assert full.acceptance_length == pytest.approx(1 + sum(acceptance))
-    assert full.predicted == pytest.approx(full.acceptance_length * 0.01 / 0.015)
-    assert full.predicted == pytest.approx(full.measured)
+    assert full.acceptance_length == pytest.approx(1 + sum(acceptance), rel=0.05)  # the last round is cut
+    assert full.measured == pytest.approx(full.acceptance_length * 0.01 / 0.015)
     for row in rows:
         assert row.predicted == pytest.approx((1 + sum(acceptance[: row.block_size - 1])) * 0.01 / row.round_seconds)
 
