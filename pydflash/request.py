@@ -95,8 +95,8 @@ class Request:
         """Take in what a round brought, up to where the request ends."""
         taken, text = self.output.extend(result.tokens)
         self.ids += taken
-        if found.logprobs is not None:
-            self.listed += found.logprobs[: len(taken)]
+        if result.logprobs is not None:
+            self.listed += result.logprobs[: len(taken)]
         stats = self.stats
         # What a stop condition cuts away was neither drafted nor accepted, as far as statistics go.
         stats.num_drafted.append(result.deepest if len(taken) == len(result.tokens) else len(taken) - 1)
