@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pydflash import Drafter, Speculator, Target
 from pydflash.drafter.packed import PackedDrafter
-from pydflash.target.fused import FastTarget
+from pydflash.target.fused import FusedTarget, in_place
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": []}
 
@@ -141,7 +141,7 @@ def poke(weight: Tensor) -> None:
 def test_refresh_takes_in_what_no_sample_shows() -> None:
     model = copy.deepcopy(TINY["llama"]())
     target = Target(model, (0,))
-    fast, ids = FastTarget(target), torch.arange(1, 9)[None]
+    fast, ids = FusedTarget(target), torch.arange(1, 9)[None]
 
     def logits() -> Tensor:
         cache = fast.new_cache(1, 32)
@@ -155,7 +155,7 @@ def test_refresh_takes_in_what_no_sample_shows() -> None:
     fast.refresh()
     assert fast.recognised is not kept
     want = Target(copy.deepcopy(model), (0,))
-    anew = FastTarget(want)
+    anew = FusedTarget(want)
     cache = anew.new_cache(1, 32)
     anew.prefill(ids, cache)
     assert torch.equal(logits(), anew.verify(ids[:, :4], cache).logits)
@@ -185,8 +185,8 @@ def test_a_captured_round_is_told() -> None:
     """`derived` gives the same objects until weights change, in whatever way the layers run."""
     for family, fused in (("llama", True), ("gemma3", False)):
         model = copy.deepcopy(TINY[family]())
-        fast = FastTarget(Target(model, (0,)))
-        assert (fast.recognised is not None) is fused
+        fast = in_place(Target(model, (0,)))
+        assert isinstance(fast, FusedTarget) is fused
         first = fast.derived()
         assert all(a is b for a, b in zip(fast.derived(), first, strict=True))
         replaced(model)

@@ -19,7 +19,7 @@ from pydflash.decoder.linear import Projection
 from pydflash.decoder.records import Attention, Convolution, GatedMLP, Layer, Norm, NormKind, Record, Residual
 from pydflash.decoder.stack import Decoder
 from pydflash.decoder.stores import KVShape
-from pydflash.target.fused import FastTarget
+from pydflash.target.fused import FusedTarget
 
 HIDDEN, SLOTS, BATCH = 16, 3, 2
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -225,9 +225,9 @@ def test_norms_of_two_kinds_are_compiled() -> None:
 
 def test_a_target_says_that_it_runs_record_by_record(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(TINY["llama"](), (0,))
-    whole = FastTarget(target)
+    whole = FusedTarget(target)
     monkeypatch.setattr(GatedMLP, "arguments", Record.arguments)
-    fast = FastTarget(target)
+    fast = FusedTarget(target)
     assert fast.weights == "packed weights, record by record: GatedMLP has no compiled form"
     ids, outputs = torch.arange(1, 9)[None], []
     for one in (whole, fast):
