@@ -188,8 +188,8 @@ def measure(
             read -= selector.predecessor_codebook.nbytes + selector.successor_codebook.nbytes
         own = rounds.rows.context
         assert own is not None
-        kept += own.k[:, :, :, :context].numel() * 2 * 2
-        read += own.k[:, :, :, :context].numel() * 2 * 2
+        kept += own.stores[0].k[:, :, :, :context].numel() * 2 * 2
+        read += own.stores[0].k[:, :, :, :context].numel() * 2 * 2
     found["rest_ms"] = whole - found["verify_ms"] - found.get("draft_ms", 0.0)
     found["bytes"] = read
     found["floor_ms"] = read / bandwidth / 1e6

@@ -46,7 +46,7 @@ class OneSequence:
         self._target = PlainTarget()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("append", "prefill_chunks"):
+        if name in ("append", "prefill_chunks", "derived"):
             raise AttributeError(name)
         return getattr(self._target, name)
 

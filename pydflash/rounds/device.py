@@ -13,7 +13,7 @@ from ..ops import backends
 from ..protocols import RowDrafter, RowTarget
 from ..request import Request, RoundResult
 from . import round as steps
-from .device_round import DeviceRounds, Record
+from .device_round import DeviceRounds, Record, derived_of
 from .logprobs import list_logprobs, named
 from .paths import Block
 from .processors import process
@@ -86,8 +86,10 @@ class DeviceLoop:
     def _take(self, batch: int, needed: int, kind: tuple[bool, bool, bool, int]) -> DeviceRounds:
         draws, pieces, penalties, logprobs = kind
         capacity = bucket(needed)
+        with self.parts.turns:  # what has changed is computed anew, while nobody runs it
+            now = derived_of(cast("RowTarget", self.parts.target), cast("RowDrafter | None", self.parts.drafter))
         with _LOCK:
-            self.free = [rounds for rounds in self.free if rounds.current]
+            self.free = [rounds for rounds in self.free if rounds.reads(now)]
             for rounds in self.free:
                 its = (rounds.draws, rounds.pieces, rounds.penalties, rounds.logprobs)
                 if rounds.batch == batch and its == kind and needed <= rounds.capacity <= 2 * capacity:

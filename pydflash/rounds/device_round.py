@@ -68,6 +68,7 @@ class DeviceRounds:
         self.launched = self.collected = 0
         self.ended: Any = None  # an event behind the last use, where the device has streams
         with torch.inference_mode(), self.on_device():
+            self._derived = derived_of(self.target, self.drafter)  # before anything is taken from them
             self.rows = self._new_rows()
             slots = self.rows.record.shape[1] - 1
             blocks = 2 if parts.paths.path == "tree" else 1  # tokens, and parents where they form a tree
@@ -82,7 +83,6 @@ class DeviceRounds:
             self._events = [None if accelerator is None else accelerator.Event() for _ in range(_AHEAD)]
             # A captured graph reads these; they must not go when others take their place.
             self._held = (self.target.tables(capacity + 64), self.drafter and self.drafter.tables())
-            self._derived = self._sources()
             self.how = self._capture()
 
     def _new_rows(self) -> DeviceRows:
@@ -167,15 +167,9 @@ class DeviceRounds:
         self.program = [graph.replay for graph in graphs]
         return "graph"
 
-    def _sources(self) -> tuple[object, ...]:
-        """What was computed from weights and is read by the program."""
-        return (*self.target.derived(), *(() if self.drafter is None else self.drafter.derived()))
-
-    @property
-    def current(self) -> bool:
-        """Whether the program still reads the weights as they are."""
-        now = self._sources()
-        return len(now) == len(self._derived) and all(map(operator.is_, self._derived, now))
+    def reads(self, derived: tuple[object, ...]) -> bool:
+        """Whether the program reads what `derived_of` gives now."""
+        return len(derived) == len(self._derived) and all(map(operator.is_, self._derived, derived))
 
     @property
     def under_way(self) -> int:
@@ -242,3 +236,8 @@ class DeviceRounds:
     def abandon(self) -> None:
         """Forget the rounds under way."""
         self.collected = self.launched
+
+
+def derived_of(target: RowTarget, drafter: RowDrafter | None) -> tuple[object, ...]:
+    """What a pair keeps that is computed from weights; on a device it waits for samples of them."""
+    return (*target.derived(), *(() if drafter is None else drafter.derived()))

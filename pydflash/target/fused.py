@@ -25,7 +25,6 @@ class FusedTarget(OwnTarget):
     """A target behind the calls of a round, whose layers were recognised.
 
     Attributes:
-        recognised: The decoder that runs the blocks.
         form: One line on what runs.
         weights: How a CPU's are packed, or why not; else "".
     """
@@ -42,8 +41,9 @@ class FusedTarget(OwnTarget):
         self.prepare(target)
         self.form, self.weights = "fused layers", ""
         self._format: formats.WeightFormat | None = None
+        self._recognised: Recognised | None = None
         try:
-            self.recognised = self._recognise(quantize)
+            self._recognised = self._recognise(quantize)
             fault = self.trial_fault()
         except UnknownForm:
             raise
@@ -69,17 +69,24 @@ class FusedTarget(OwnTarget):
         return recognised
 
     def _pack(self, recognised: Recognised, quantize: str | None) -> None:
-        found = formats.choose(recognised.weights(), quantize, self.device)
-        if isinstance(found, formats.WeightFormat):
-            recognised.pack(found)
-            self._format = found
+        format = formats.choose(recognised.weights(), quantize, self.device)
+        if isinstance(format, formats.WeightFormat):
+            recognised.pack(format)
+            self._format = format
             self.weights = f"{quantize or 'packed'} weights"
             if recognised.decoder.uncompiled:
                 self.weights += f", record by record: {recognised.decoder.uncompiled}"
         elif quantize is not None:
-            self.refuse(f"weights that quantize={quantize!r} can pack", found)
+            self.refuse(f"weights that quantize={quantize!r} can pack", format)
         else:
-            self.weights = f"weights not packed: {found}"
+            self.weights = f"weights not packed: {format}"
+
+    @property
+    def recognised(self) -> Recognised:
+        """The decoder that runs the blocks."""
+        if self._recognised is None:
+            raise RuntimeError("FusedTarget: its layers must be recognised first")
+        return self._recognised
 
     def derived(self) -> tuple[object, ...]:
         """What a captured round reads beside the caches: other objects once weights or modules of the model changed.
@@ -89,13 +96,13 @@ class FusedTarget(OwnTarget):
         Raises: ValueError where the model's layers are no longer what they were.
         """
         if self.recognised.changed():
-            self.recognised = self._renewed()
+            self._recognised = self._renewed()
         return (self.recognised,)
 
     def refresh(self) -> None:
         """Drop every copy of weights, whether they seem to have changed or not: for edits that no sample shows."""
         formats.forget_shared()
-        self.recognised = self._renewed()
+        self._recognised = self._renewed()
 
     def _renewed(self) -> Recognised:
         """The model as it is now."""
@@ -123,9 +130,9 @@ class FusedTarget(OwnTarget):
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `batch` sequences of `capacity` positions."""
-        if not hasattr(self, "recognised"):  # during the trial of the model's own layers
+        if self._recognised is None:  # during the trial of the model's own layers
             return super().new_cache(batch, capacity)
-        return self.recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
+        return self._recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
 
     def prefill_chunks(self, ids: Tensor, cache: Cache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""

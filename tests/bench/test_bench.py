@@ -150,7 +150,7 @@ def test_options_reach_the_speculators(pair: tuple[Path, Path], monkeypatch: pyt
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
             selector = self.drafter.candidate_selector is not None  # type: ignore[union-attr]
-            paths = (self._paths.path, self._paths.num_nodes)
+            paths = (self.loop.parts.paths.path, self.loop.parts.paths.num_nodes)
             made.append((selector, self.draft_sampling, self._backend == "reference", self.block_size, *paths))
 
     monkeypatch.setattr(bench_methods, "Speculator", Spy)

@@ -79,6 +79,9 @@ class PlainTarget:
         yield self.prefill(ids, cache.row(row))
 
     def tables(self, positions: int) -> None: ...
+    def derived(self) -> tuple[object, ...]:
+        return ()
+
     def check_trees(self) -> None: ...
     def close(self) -> None: ...
 
