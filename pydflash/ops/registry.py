@@ -79,10 +79,10 @@ def register(
         @functools.wraps(run)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if (
-                torch.is_inference_mode_enabled()
+                not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # first: nothing behind it can be traced
+                and torch.is_inference_mode_enabled()
                 and _direct(args)
                 and (not kwargs or _direct(kwargs.values()))
-                and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
             ):
                 return run(*args, **kwargs)
             return dispatched(*args, **kwargs)

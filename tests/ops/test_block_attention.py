@@ -356,7 +356,7 @@ F32 = torch.float32
             r"depths must be of shape \[B or 1, S\] = \[1, 8\], got \[1, 7\]",
         ),
         ({"q": torch.zeros(2, 5, 8, 64)}, "Hq must be a multiple of Hkv = 2, got 5"),
-        ({"window": -1}, r"window must be >= 0 \(0 = none\), got -1"),
+        ({"window": -1}, r"window must be >= 0 \(0 = none\) and below 2\^31, got -1"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str, device: torch.device) -> None:
