@@ -20,6 +20,7 @@ from .request import Request, Stream, generation, run
 from .rounds.paths import PATHS, Paths
 from .rounds.round import Parts
 from .sampling import SamplingTensors, row_seeds
+from .settings import check_fits, read_settings
 from .stats import Stats
 from .target.defaults import GenerationDefaults
 from .target.loading import tokenizer_or_none
@@ -123,6 +124,7 @@ class Speculator:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        settings: str | Path | None = None,
         **options: Any,
     ) -> Speculator:
         """Load a target with its tokenizer, and a drafter, each from a folder or a hub id, or "smollm2".
@@ -134,8 +136,17 @@ class Speculator:
         `quantization_config`, `gguf_file` and so on. `token` and the two after it serve the drafter too, whose own are
         `drafter_revision`, `drafter_token` and so on. A target without a tokenizer takes token ids.
 
+        settings: a file that `pydflash calibrate` wrote for this pair, in place of block_size, path and num_nodes.
+
         Raises: TypeError for an unknown keyword, before anything is loaded.
         """
+        if settings is not None:
+            found, wanted = read_settings(settings)
+            if both := sorted(found.keys() & options.keys()):
+                raise ValueError(f"settings: must not stand beside {', '.join(both)}, which it has, got {settings!r}")
+            spec = cls.from_pretrained(target, drafter, device=device, dtype=dtype, **found, **options)
+            check_fits(settings, wanted, spec)
+            return spec
         keywords = split_keywords(options, inspect.signature(cls).parameters, device=device, drafter=drafter)
         target = target_source(target, "Speculator")
         if (Path(target) / "target.json").is_file():

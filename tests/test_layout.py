@@ -28,10 +28,11 @@ ROOMS: dict[str, set[str]] = {
     "rounds": BASE - {"checkpoints"},
     "export": {"drafter", "checkpoints", "ops", "protocols"},
     "options": BASE | {"target"},
+    "settings": set(),
     "assemble": BASE | {"rounds", "target", "drafter", "export"},
-    "speculator": BASE | {"rounds", "target", "drafter", "export", "assemble", "options"},
+    "speculator": BASE | {"rounds", "target", "drafter", "export", "assemble", "options", "settings"},
     "training": BASE | {"rounds", "target", "drafter", "speculator", "bench"},
-    "bench": BASE | {"rounds", "target", "drafter", "speculator", "training", "cli"},
+    "bench": BASE | {"settings", "rounds", "target", "drafter", "speculator", "training", "cli"},
 }
 ABOVE = ("__init__", "__main__", "cli", "serve", "scheduler")  # may import every room
 # Edges against the rules above, and circles; these lists only get shorter.

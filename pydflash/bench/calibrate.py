@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..settings import SETTINGS, made_for
 from .formulas import break_even, speed_up
 
 if TYPE_CHECKING:
     from ..speculator import Speculator
 
-SETTINGS = ("block_size", "path", "num_nodes")  # keywords of `Speculator` that a settings file holds
 _EXAMPLE = """example:
   pydflash calibrate smollm2 --drafter ./my-drafter --prompts gsm8k.jsonl -o calibration.json --png calibration.png
 
@@ -121,34 +121,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png:
         draw(rows, acceptance, plain_seconds, arguments.png)
     return 0
-
-
-def made_for(spec: Speculator) -> dict[str, Any]:
-    """What a settings file is checked against: sizes of target and drafter, and the kind of device."""
-    config = spec.drafter.config if spec.drafter is not None else None
-    return {
-        "hidden_size": spec.target.hidden_size,
-        "num_layers": spec.target.num_layers,
-        "vocab_size": spec.target.vocab_size,
-        "block_size": getattr(config, "block_size", None),
-        "drafter_layers": getattr(config, "num_layers", None),
-        "device": spec.target.device.type,
-    }
-
-
-def read_settings(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(keywords of `Speculator`, what they were made for) of a file that `pydflash calibrate` wrote.
-
-    Raises: ValueError where it is no such file, or where no way of drafting was faster than plain decoding.
-    """
-    try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
-        settings, wanted = report["settings"], dict(report["made_for"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"settings: {path} must be a file of `pydflash calibrate`, got {error!r}") from None
-    if settings is None:
-        raise ValueError(f"settings: {path} says that no way of drafting was faster than plain decoding")
-    return {name: settings[name] for name in SETTINGS if settings.get(name) is not None}, wanted
 
 
 def calibrate(

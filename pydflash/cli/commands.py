@@ -110,6 +110,9 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "--num-nodes", type=_nodes, metavar="N", help="drafts in a tree, 1 to 63, or auto (a tree's default)"
     )
     generate.add_argument(
+        "--settings", metavar="FILE", help="what `pydflash calibrate` wrote: block size, path and size of trees"
+    )
+    generate.add_argument(
         "--show-tree", action="store_true", help="show the tree of the round that kept most drafts, on stderr"
     )
     generate.add_argument("--tree-svg", metavar="FILE", help="draw that tree into an SVG file")
@@ -150,6 +153,14 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     if argv[:1] == ["bench"]:
         _module("bench.run").add_arguments(bench)
+    calibrate = add(
+        "calibrate",
+        _run_heavy("bench.calibrate"),
+        "measure what a block costs by its size and what it brings, and write the settings that are fastest",
+        "pydflash calibrate smollm2 --drafter smollm2 --prompts gsm8k.jsonl -o calibration.json",
+    )
+    if argv[:1] == ["calibrate"]:
+        _module("bench.calibrate").add_arguments(calibrate)
     train = commands.add_parser("train", help="make training records, and train a drafter on them")
     steps = train.add_subparsers(title="steps", metavar="STEP", required=True)
     for step, summary, example in (
@@ -250,7 +261,42 @@ def _ready(target: str) -> str:
     return str(_module("checkpoints.smollm2").ensure_smollm2()) if target == "smollm2" else target
 
 
+def _check_generate(arguments: argparse.Namespace) -> None:
+    """Refuse what does not depend on the models, before they are loaded."""
+    from ..rounds.paths import MOST_NODES
+    from ..sampling import SamplingParams
+
+    SamplingParams.resolve({}, arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+    nodes, path = arguments.num_nodes, arguments.path
+    if nodes is not None and path not in (None, "tree"):
+        raise ValueError(f"--num-nodes must be left out where --path is {path}, got {nodes}")
+    if isinstance(nodes, int) and not 1 <= nodes <= MOST_NODES:
+        raise ValueError(f"--num-nodes must be auto or 1 to {MOST_NODES}, got {nodes}")
+    if arguments.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: must be an integer >= 0, got {arguments.max_new_tokens}")
+    if arguments.plain and (path not in (None, "walk") or nodes is not None):
+        raise ValueError("--plain has no drafts: leave --path and --num-nodes out")
+    if arguments.settings is not None and (path or nodes is not None or arguments.block_size is not None):
+        raise ValueError("--settings has the block size and the path: leave --block-size, --path and --num-nodes out")
+    check_device(arguments.device)
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that is not there, before anything is loaded for it."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu, cuda or xpu, with a number or without, got {device!r}") from error
+    if kind in ("cuda", "xpu") and not getattr(torch, kind).is_available():
+        raise RuntimeError(f"--device {device}: this torch ({torch.__version__}) sees no such device")
+
+
 def _generate(arguments: argparse.Namespace) -> int:
+    _check_generate(arguments)
     arguments.target = _ready(arguments.target)
     check_sources(TARGET=arguments.target, drafter=arguments.drafter)
     svg, show = arguments.tree_svg, arguments.show_tree or arguments.tree_svg is not None
@@ -260,15 +306,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     from ..speculator import Speculator
 
+    drafts: dict[str, Any] = {"block_size": arguments.block_size, "path": path, "num_nodes": arguments.num_nodes}
     spec = Speculator.from_pretrained(
         arguments.target,
         arguments.drafter,
         device=arguments.device,
         dtype=torch_dtype(arguments.dtype),
-        block_size=arguments.block_size,
         backend=arguments.backend,
-        path=path,
-        num_nodes=arguments.num_nodes,
+        **(drafts if arguments.settings is None else {"settings": arguments.settings}),
         target_path=arguments.target_path,
         quantize=arguments.quantize,
     )

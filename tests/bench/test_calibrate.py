@@ -14,7 +14,8 @@ from tiny_models import TINY
 from pydflash import Speculator, Target
 from pydflash.bench import calibrate as module
 from pydflash.bench import formulas
-from pydflash.bench.calibrate import Row, calibrate, draw, made_for, read_settings, show
+from pydflash.bench.calibrate import Row, calibrate, draw, show
+from pydflash.settings import check_fits, made_for, read_settings
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -98,6 +99,9 @@ def test_settings_are_read_back(tmp_path: Path, target: Target) -> None:
     }
     path.write_text(json.dumps(report))
     assert read_settings(path) == ({"block_size": 4, "path": "walk"}, made_for(spec))
+    check_fits(path, made_for(spec), spec)
+    with pytest.raises(ValueError, match=r"settings: .* must be measured for this pair and device, got device 'cuda'"):
+        check_fits(path, made_for(spec) | {"device": "cuda"}, spec)
     path.write_text(json.dumps(report | {"settings": None}))
     with pytest.raises(ValueError, match="no way of drafting was faster"):
         read_settings(path)

@@ -61,7 +61,7 @@ def test_system_raw_and_stdin_reach_the_prompt(
     target = pair[0]
     seen: list[tuple[object, object]] = []
 
-    def encode(prompt: object, tokenizer: object, chat_template: object, vocab_size: int) -> list[int]:
+    def encode(prompt: object, tokenizer: object, chat_template: object, vocab_size: int, **_: object) -> list[int]:
         seen.append((prompt, chat_template))
         return [1, 2]
 
