@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from scipy import stats as scipy_stats
 from tiny_models import TINY
 from torch import Tensor
 
-from pydflash import Speculator, Target
+from pydflash import Drafter, Speculator, Target
 
 PROMPT = [3, 1, 4, 1, 5]
 PENALTIES: dict[str, dict[str, Any]] = {
@@ -30,9 +31,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return TINY["llama"](num_hidden_layers=3)
+@functools.cache
+def built(kind: str) -> Any:
+    return TINY["llama"](num_hidden_layers=3).to(kind)
+
+
+@pytest.fixture
+def model(device: torch.device) -> Any:
+    return built(device.type)
+
+
+def drafter_for(model: Any) -> Drafter:
+    return build_drafter(2, num_target_layers=3).to(model.device)
 
 
 def plain(model: Any, **options: Any) -> list[int]:
@@ -41,9 +51,9 @@ def plain(model: Any, **options: Any) -> list[int]:
 
 def right(model: Any, text: list[int], way: dict[str, Any]) -> Speculator:
     """Drafts that are mostly right: the text itself where the way allows it, else a drafter of the block's shape."""
-    if way["target_path"] == "generic" and "path" not in way:
+    if way["target_path"] == "generic" and "path" not in way and model.device.type == "cpu":
         return Speculator(model, Scripted([*PROMPT, *text], 6), **way)
-    return Speculator(model, build_drafter(2, num_target_layers=3), **way)
+    return Speculator(model, drafter_for(model), **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -55,15 +65,15 @@ def test_penalties_are_those_of_plain_decoding(model: Any, name: str, way: str) 
         assert text != plain(model, **sampled)
         spec = right(model, text, WAYS[way])
         if sampled["temperature"] and spec.draft_sampling:
-            spec = Speculator(model, build_drafter(2, num_target_layers=3), draft_sampling=False, **WAYS[way])
+            spec = Speculator(model, drafter_for(model), draft_sampling=False, **WAYS[way])
         out = spec.generate(PROMPT, 24, stop_token_ids=[], **options, **sampled)
         assert out.token_ids == text
-        if way == "host walk":
+        if way == "host walk" and model.device.type == "cpu":
             assert out.stats.acceptance_length > 2
 
 
 def test_repetition_penalty_is_transformers(model: Any) -> None:
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT], device=model.device)
     want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
                           repetition_penalty=1.3, pad_token_id=0, eos_token_id=None)  # fmt: skip
     assert plain(model, repetition_penalty=1.3, temperature=0.0) == want[0, len(PROMPT) :].tolist()
@@ -74,7 +84,7 @@ def test_presence_and_frequency_by_hand(model: Any) -> None:
     text = plain(model, presence_penalty=0.7, frequency_penalty=0.4, temperature=0.0)
     for i, token in enumerate(text):
         with torch.no_grad():
-            logits = model(torch.tensor([[*PROMPT, *text[:i]]])).logits[0, -1]
+            logits = model(torch.tensor([[*PROMPT, *text[:i]]], device=model.device)).logits[0, -1]
         for seen in set(text[:i]):
             logits[seen] -= 0.7 + 0.4 * text[:i].count(seen)
         assert int(logits.argmax()) == token
@@ -83,7 +93,7 @@ def test_presence_and_frequency_by_hand(model: Any) -> None:
 @pytest.mark.parametrize("way", ["host walk", "device walk", "device tree"])
 def test_a_penalised_law_is_sampled(model: Any, way: str) -> None:
     """The second token's law at T = 1 given the first, over 600 seeds with sampled drafts: chi-square at 1e-4."""
-    drafter = build_drafter(2, num_target_layers=3)
+    drafter = drafter_for(model)
     options = {"presence_penalty": 2.0, "logit_bias": {9: 2.0}, "top_k": 4}
     spec = Speculator(model, drafter, draft_sampling=True, **WAYS[way])
     seeds = list(range(600))
@@ -95,7 +105,7 @@ def test_a_penalised_law_is_sampled(model: Any, way: str) -> None:
     common = max({t[0] for t in texts}, key=lambda token: sum(t[0] == token for t in texts))
     second = [t[1] for t in texts if t[0] == common]
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, common]])).logits[0, -1]
+        logits = model(torch.tensor([[*prompt, common]], device=model.device)).logits[0, -1]
     logits[9] += 2.0
     logits[common] -= 2.0
     top = logits.topk(4)
@@ -107,13 +117,15 @@ def test_a_penalised_law_is_sampled(model: Any, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_are_the_models(model: Any, way: str) -> None:
-    spec = Speculator(model, build_drafter(2, num_target_layers=3), **WAYS[way])
+    spec = Speculator(model, drafter_for(model), **WAYS[way])
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}):
         out = spec.generate(PROMPT, 12, logprobs=3, stop_token_ids=[], **options)
         assert out.logprobs is not None
         assert [one.token_id for one in out.logprobs] == out.token_ids
         with torch.no_grad():
-            rows = model(torch.tensor([[*PROMPT, *out.token_ids]])).logits[0].double().log_softmax(-1)
+            rows = (
+                model(torch.tensor([[*PROMPT, *out.token_ids]], device=model.device)).logits[0].double().log_softmax(-1)
+            )
         for i, one in enumerate(out.logprobs):
             row = rows[len(PROMPT) - 1 + i]
             assert one.logprob == pytest.approx(row[one.token_id].item(), abs=1e-4)
@@ -147,16 +159,17 @@ def test_a_processor_with_a_state_meets_each_position_once(model: Any, way: str,
     assert len(one.seen) == 24
     spec = right(model, text, WAYS[way])
     if spec.draft_sampling and sampled:
-        spec = Speculator(model, build_drafter(2, num_target_layers=3), draft_sampling=False, **WAYS[way])
+        spec = Speculator(model, drafter_for(model), draft_sampling=False, **WAYS[way])
     two = Counting()
     out = spec.generate(PROMPT, 24, logits_processor=two, stop_token_ids=[], **options)
     assert out.token_ids == text
     assert two.seen == one.seen
-    if way == "host walk":
+    if way == "host walk" and model.device.type == "cpu":
         assert out.stats.acceptance_length > 2, "drafts stay on"
 
 
-def test_no_call_comes_behind_a_stop(model: Any) -> None:
+def test_no_call_comes_behind_a_stop() -> None:
+    model = built("cpu")
     text = plain(model, temperature=0.0)
     stop = text[9]
     spec = Speculator(model, Scripted([*PROMPT, *text], 6))
@@ -172,7 +185,7 @@ def test_no_call_comes_behind_a_stop(model: Any) -> None:
 
 def test_a_batch_mixes_what_rows_ask_for(model: Any) -> None:
     """Rows with penalties, log-probabilities and neither, in one batch on the device's loop, equal to alone."""
-    spec = Speculator(model, build_drafter(2, num_target_layers=3), target_path="fused")
+    spec = Speculator(model, drafter_for(model), target_path="fused")
     prompts = [[3, 1, 4], [2, 7, 1, 8], [1, 6]]
     wanted = {"presence_penalty": [1.5, 0.0, 0.0], "repetition_penalty": [None, None, 1.4]}
     together = spec.generate(prompts, 10, temperature=0.0, logprobs=1, stop_token_ids=[], **wanted)
