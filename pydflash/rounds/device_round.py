@@ -105,7 +105,7 @@ class DeviceRounds:
             counts=counts,
             active=active,
             record=torch.full((batch, slots + 1), -1, dtype=torch.int64, device=device),
-            penalties=Penalties(batch, target.vocab_size, device) if self.penalties else None,
+            penalties=Penalties(batch, target.vocab_size, self.capacity + slots, device) if self.penalties else None,
             logprobs=self.logprobs,
         )
 

@@ -65,7 +65,9 @@ class HostBatch:
                 logprobs=0 if request.logprobs is None else max(1, request.logprobs),
             )
             if request.penalised:
-                state.penalties = Penalties(1, output.logits.shape[-1], target.device)
+                state.penalties = Penalties(
+                    1, output.logits.shape[-1], request.positions + parts.paths.rows, target.device
+                )
                 state.penalties.admit(0, ids, request.params, request.logit_bias)
             logits = process(parts, request, block, steps.penalised(state, block, output.logits), starts)
             accepted = steps.accept(parts, block, logits, request.sampling, starts)

@@ -35,7 +35,7 @@ def test_every_slot_counts_its_own_path(parents: list[int]) -> None:
     torch.manual_seed(0)
     block = torch.tensor([[5, 7, 7, 2, 7, 2], [1, 0, 3, 3, -1, 0]])
     prompts, texts = ([1, 7], [2, 2, 9]), ([5], [8, 1])
-    penalties = Penalties(2, VOCAB, torch.device("cpu"))
+    penalties = Penalties(2, VOCAB, 20, torch.device("cpu"))
     for row in range(2):
         penalties.admit(row, prompts[row], PARAMS, BIAS)
         penalties.count(torch.tensor([[*texts[row]] if row == r else [-1] * len(texts[row]) for r in range(2)]))
@@ -55,7 +55,7 @@ def test_a_rows_numbers_do_not_depend_on_the_drafts_behind_it() -> None:
     """Bit for bit: the slot after a draft, and plain decoding after the same token was counted."""
     torch.manual_seed(1)
     logits = torch.randn(1, 3, VOCAB).bfloat16()
-    drafted, plainly = (Penalties(1, VOCAB, torch.device("cpu")) for _ in range(2))
+    drafted, plainly = (Penalties(1, VOCAB, 9, torch.device("cpu")) for _ in range(2))
     for penalties in (drafted, plainly):
         penalties.admit(0, [4, 5], PARAMS, {2: 0.7})
         penalties.count(torch.tensor([[6]]))
@@ -68,7 +68,7 @@ def test_a_rows_numbers_do_not_depend_on_the_drafts_behind_it() -> None:
 
 
 def test_a_row_that_is_admitted_again_starts_afresh() -> None:
-    penalties = Penalties(1, VOCAB, torch.device("cpu"))
+    penalties = Penalties(1, VOCAB, 9, torch.device("cpu"))
     penalties.admit(0, [4], PARAMS, BIAS)
     penalties.count(torch.tensor([[1, 2]]))
     penalties.admit(0, [], SamplingParams(), {})
