@@ -185,6 +185,8 @@ def _generic_reason(target: TargetLike, drafter: DrafterLike | None, backend: st
     """Why rounds cannot run on the device, or None."""
     if not (_runs_elsewhere(target) or offers(target, RowTarget)):
         return f"a target of type {type(target).__name__}"
+    if offers(target, ModelTarget) and (mixes := cast("ModelTarget", target).facts.mixes_rows):
+        return mixes
     if backend != "native":
         return f"backend={backend!r}"
     if drafter is not None and not offers(drafter, RowDrafter):

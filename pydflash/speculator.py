@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +16,7 @@ from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, sh
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
 from .ops import backends
 from .options import DEFAULT_TOKENS, LogitsProcessor, MoreOptions, Options, resolve
-from .protocols import DrafterLike, Refreshable, TargetLike, offers
+from .protocols import DrafterLike, ModelTarget, Refreshable, TargetLike, offers
 from .request import Request, Stream, generation, run
 from .rounds.paths import PATHS, Paths
 from .rounds.round import Parts
@@ -187,6 +188,15 @@ class Speculator:
         with parts.turns:
             self.loop, lines = assemble(self.target, self.drafter, parts, target_path, quantize)
         self._backends |= lines
+        mixes = cast("ModelTarget", self.target).facts.mixes_rows if offers(self.target, ModelTarget) else ""
+        if mixes and self.drafter is not None:
+            self._backends["exact"] = f"no: {mixes}"
+            warnings.warn(
+                f"Speculator: the target has {mixes} (dynamically quantised activations do this), so drafts may change "
+                "the text, as another prompt length may",
+                UserWarning,
+                stacklevel=4,
+            )
         if (line := paths.description) is not None:
             self._backends["tree"] = line
 

@@ -24,6 +24,8 @@ class TargetFacts:
         layer_kinds: Of each layer's cache: "attention", "stateful" (recurrent) or "empty".
         rope_switch: Last context length with the short factors of a "longrope" model, or None.
         max_length: Its context limit, or None where it states none.
+        mixes_rows: How a row's logits depend on rows that it does not see, as where activations are quantised by one
+            scale for all rows; "" where they do not. Then drafts may change the text.
     """
 
     text_config: Any
@@ -33,6 +35,7 @@ class TargetFacts:
     layer_kinds: tuple[str, ...]
     rope_switch: int | None
     max_length: int | None
+    mixes_rows: str = ""
 
     @property
     def rope(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..protocols import TargetOutput
 from ..tree import Tree, accepted_slots
 from . import facts
 from .loading import load_model
-from .probe import PROBE_TOKENS, rollback_fault, tree_fault
+from .probe import PROBE_TOKENS, mixing_fault, rollback_fault, tree_fault
 
 if TYPE_CHECKING:
     from .cache import TargetCache
@@ -300,7 +300,10 @@ class Target:
             kinds = plan_layers(getattr(output, self.facts.cache_argument, None))
         except ValueError as error:
             raise ValueError(f"Target: {type(self.model).__name__} {error}") from None
-        self.facts = replace(self.facts, takes_logits_to_keep=keeps, layer_kinds=kinds)
+        changed = ids.clone()
+        changed[0, -1] = ids[0, 0]
+        mixes = mixing_fault(output.logits, self.try_forward(changed).logits)
+        self.facts = replace(self.facts, takes_logits_to_keep=keeps, layer_kinds=kinds, mixes_rows=mixes)
         if "stateful" in self.facts.layer_kinds and (reason := rollback_fault(self, ids, output.logits)) is not None:
             self._refuse(
                 "recurrent layers that continue and roll back exactly over several tokens",

@@ -34,6 +34,20 @@ def rollback_fault(target: BlockTarget, ids: Tensor, expected: Tensor) -> str | 
     return _distance(target, torch.cat(rows, 1)[0], expected[0, start:end])
 
 
+def mixing_fault(logits: Tensor, others: Tensor) -> str:
+    """How rows depend on one behind them: logits [1, S, V] of two texts that differ in their last token alone.
+
+    Returns: a line, or "" where all rows but the last are the same up to rounding.
+    """
+    before, after = logits[0, :-1].float(), others[0, :-1].float()
+    largest = before.abs().max().clamp_min(1e-30)
+    distance = ((before - after).abs().max() / largest).item()
+    # The same products in the same shapes: what is left is far below the rounding of the dtype itself.
+    if distance <= (1e-5 if logits.dtype is torch.float32 else 4 * torch.finfo(logits.dtype).eps):
+        return ""
+    return f"rows that depend on each other: one token changed the logits before it by {distance:.0e} of the largest"
+
+
 def tree_fault(target: BlockTarget, ids: Tensor) -> str | None:
     """A tree after a few tokens, and a chain after one of its paths: the logits must be those of plain forwards.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from pairs import build_drafter
 from tiny_models import LAYERS, TINY, VOCAB
 from torch import nn
 
+from pydflash import Speculator
 from pydflash.target.generic import Target
 from pydflash.target.loading import load_tokenizer
 
@@ -190,3 +193,22 @@ def test_load_tokenizer(tmp_path: Any) -> None:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path)("b a b").input_ids == [1, 0, 1]
+
+
+def test_rows_that_depend_on_each_other_are_found_and_named() -> None:
+    """Dynamic quantisation takes one scale for the activations of all rows: drafts would change the text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(TINY["llama"](), {torch.nn.Linear}, dtype=torch.qint8)
+    assert Target(TINY["llama"]()).facts.mixes_rows == ""
+    assert Target(TINY["llama"]().bfloat16()).facts.mixes_rows == ""
+    target = Target(model, (0, 2))
+    assert target.facts.mixes_rows.startswith("rows that depend on each other: one token changed the logits before it")
+    with pytest.warns(UserWarning, match="has rows that depend on each other"):
+        spec = Speculator(target, build_drafter(2, num_target_layers=target.num_layers))
+    out = spec.generate([1, 2, 3], 4, temperature=0.0)
+    assert out.stats.backends["exact"].startswith("no: rows that depend")
+    assert "rows that depend on each other" in out.stats.backends["target"]
+    assert "exact" not in Speculator(target, None).generate([1, 2, 3], 2).stats.backends
+    with pytest.raises(ValueError, match="target_path must be 'generic' or 'auto' with rows that depend"):
+        Speculator(target, None, target_path="own")
