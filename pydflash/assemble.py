@@ -183,10 +183,10 @@ def _in_place(
 
 def _generic_reason(target: TargetLike, drafter: DrafterLike | None, backend: str) -> str | None:
     """Why rounds cannot run on the device, or None."""
-    if not (_runs_elsewhere(target) or offers(target, RowTarget)):
-        return f"a target of type {type(target).__name__}"
     if offers(target, ModelTarget) and (mixes := cast("ModelTarget", target).facts.mixes_rows):
         return mixes
+    if not (_runs_elsewhere(target) or offers(target, RowTarget)):
+        return f"a target of type {type(target).__name__}"
     if backend != "native":
         return f"backend={backend!r}"
     if drafter is not None and not offers(drafter, RowDrafter):
@@ -196,7 +196,10 @@ def _generic_reason(target: TargetLike, drafter: DrafterLike | None, backend: st
 
 def _runs_elsewhere(target: TargetLike) -> bool:
     """Whether other code may run the model in the target's place."""
-    return offers(target, ModelTarget) and cast("ModelTarget", target).replaceable
+    if not offers(target, ModelTarget):
+        return False
+    model_target = cast("ModelTarget", target)
+    return model_target.replaceable and not model_target.facts.mixes_rows
 
 
 def _check_quantize(quantize: str, target: TargetLike, reason: str | None, target_path: str) -> None:
