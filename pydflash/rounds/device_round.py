@@ -117,7 +117,8 @@ class DeviceRounds:
         self._between: tuple[Block, TargetOutput] = (block, output)
         self._logits = steps.penalised(self.rows, block, output.logits)
         if self.pieces:
-            self._logits = self._logits.float()
+            # They change in place, while log-probabilities are of what the model gave.
+            self._logits = self._logits.to(torch.float32, copy=self._logits is output.logits)
 
     def _second_piece(self) -> None:
         (block, output), rows = self._between, self.rows

@@ -118,7 +118,11 @@ def test_a_penalised_law_is_sampled(model: Any, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_are_the_models(model: Any, way: str) -> None:
     spec = Speculator(model, drafter_for(model), **WAYS[way])
-    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}):
+    for options in (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5},
+        {"temperature": 0.0, "suppress_tokens": list(range(0, 97, 2))},  # a processor, which writes in place
+    ):
         out = spec.generate(PROMPT, 12, logprobs=3, stop_token_ids=[], **options)
         assert out.logprobs is not None
         assert [one.token_id for one in out.logprobs] == out.token_ids
