@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -93,7 +95,7 @@ def test_turns_come_in_the_order_of_asking() -> None:
     with turns:
         for i, thread in enumerate(threads):
             thread.start()
-            while len(turns._queue) <= i:
+            while len(turns._line) <= i:
                 time.sleep(0.001)
     for thread in threads:
         thread.join()
@@ -106,7 +108,30 @@ def test_a_turn_is_passed_on_after_an_error() -> None:
     turns = Turns()
     with pytest.raises(KeyError), turns:
         raise KeyError
-    assert together([lambda: turns.__enter__() or turns.__exit__() for _ in range(4)]) == [None] * 4
+    assert together([lambda: turns.__enter__() and turns.__exit__(None, None, None) for _ in range(4)]) == [None] * 4
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_an_interrupt_between_any_two_lines_leaves_the_turn_free() -> None:
+    """Also within `__enter__` and `__exit__`, whose lines are most of what runs here."""
+    turns, rng = Turns(), random.Random(0)
+
+    def take_turns_for(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            with turns:
+                pass
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(500):
+            with pytest.raises(KeyboardInterrupt):
+                take_turns_for(rng.uniform(1e-5, 3e-4))
+            assert not turns._is_owned()
+            assert not turns._line
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert together([lambda: turns.__enter__() and turns.__exit__(None, None, None)] * 2) == [None] * 2
 
 
 def test_turns_belong_to_the_model() -> None:

@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from _thread import RLock
+from collections.abc import Callable
+from queue import SimpleQueue
 
 
-class Turns:
+class Turns(RLock):  # type: ignore[misc]  # which is final for type checkers only
     """A lock that is given in the order of asking, and that a thread which holds it may take again.
 
-    It is held for one prompt or one round, so a stream that is open, or abandoned, holds nobody up.
+    It is held for one prompt or one round, so a stream that is open, or abandoned, holds nobody up. Nor does one that
+    is interrupted, wherever that happens: `__exit__` is the lock's own, inside of which no interrupt can come.
     """
+
+    _is_owned: Callable[[], bool]  # the lock's, as `threading.Condition` asks it
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._owner: int | None = None
-        self._depth = 0
-        self._queue: deque[tuple[int, threading.Lock]] = deque()
+        self._line: list[SimpleQueue[None]] = []  # whoever waits; the first of them stands at the lock
 
-    def __enter__(self) -> None:
-        thread = threading.get_ident()
-        with self._mutex:
-            if self._owner == thread or (self._owner is None and not self._queue):
-                self._owner = thread
-                self._depth += 1
-                return
-            signal = threading.Lock()
-            signal.acquire()
-            place = (thread, signal)
-            self._queue.append(place)
+    def __enter__(self) -> bool:  # type: ignore[override]
+        if self._is_owned():
+            return self.acquire()
+        place: SimpleQueue[None] = SimpleQueue()
         try:
-            signal.acquire()
-        except BaseException:  # an interrupt while waiting, or just as the turn came
             with self._mutex:
-                if place in self._queue:
-                    self._queue.remove(place)
-                else:
-                    self._next()
+                self._line.append(place)
+                if self._line[0] is place:
+                    place.put(None)
+            place.get()
+            self.acquire()
+            self._leave(place)
+        except BaseException:  # an interrupt while waiting, or just as the turn came
+            if self._is_owned():
+                self.release()
+            self._leave(place)
             raise
+        return True
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, place: SimpleQueue[None]) -> None:
+        """Leave the line, and tell whoever is first in it now; once more does no harm."""
         with self._mutex:
-            self._depth -= 1
-            if not self._depth:
-                self._next()
-
-    def _next(self) -> None:
-        self._owner, self._depth = None, 0
-        if self._queue:
-            self._owner, signal = self._queue.popleft()
-            self._depth = 1
-            signal.release()
+            if place in self._line:
+                self._line.remove(place)
+            if self._line:
+                self._line[0].put(None)
 
     def __deepcopy__(self, memo: object) -> Turns:
         return Turns()  # of a copy of the model
