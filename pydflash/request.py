@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -195,6 +196,7 @@ class Stream:
     def __init__(self, request: Request, loop: Loop) -> None:
         self._request = request
         self._chunks = _chunks(request, loop)
+        self._abandoned = False
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -205,10 +207,23 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """The same chunks; a round runs in a thread while other tasks go on."""
         ended = object()
+
+        def advance() -> object:
+            try:
+                return next(self._chunks, ended)
+            finally:
+                if self._abandoned:
+                    self._close()
+
         try:
-            while (chunk := await asyncio.to_thread(next, self._chunks, ended)) is not ended:
+            while (chunk := await asyncio.to_thread(advance)) is not ended:
                 yield cast("Chunk", chunk)
         finally:
+            self._abandoned = True
+            self._close()
+
+    def _close(self) -> None:
+        with suppress(ValueError):  # a round that runs still, whose thread closes when it comes back
             self._chunks.close()
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -113,6 +115,35 @@ def test_an_abandoned_stream_disturbs_nobody() -> None:
             del stream
         assert spec.generate([3, 1, 4], 20, **options).token_ids == expected
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_cancelled_task_ends_its_stream_behind_the_round_that_runs() -> None:
+    """As cancelled, not by an error about the generator that a thread is still in; then nothing is held."""
+    spec = Speculator(TINY["qwen3"](), None)
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        began.set()
+        assert go_on.wait(10)
+        return scores
+
+    stream = spec.stream([1, 2, 3], 9, temperature=0.0, logits_processor=wait)
+
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    async def cancel() -> None:
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(began.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    asyncio.run(cancel())
+    assert list(stream) == []
+    assert len(spec.generate([1, 2, 3], 4, temperature=0.0).token_ids) == 4
 
 
 def test_two_streams_take_turns() -> None:
