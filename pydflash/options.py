@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import torch
 
-from .sampling import SamplingParams
+from .sampling import MOST_PENALTY, SamplingParams
 from .target.defaults import KEYS, GenerationDefaults
 from .text import Output, token_ids_of
 
@@ -61,6 +61,9 @@ HINTS = {
     "penalty_alpha": "nothing: contrastive search is not offered",
     "assistant_model": "Speculator(model, drafter)",
     "prompt_lookup_num_tokens": "Speculator(model, drafter)",
+    "n": "generate(..., n=...)",
+    "streamer": "generate(..., streamer=...)",
+    "return_errors": "generate(..., return_errors=...)",
     "stream": "Speculator.stream(...)",
 }
 
@@ -308,12 +311,14 @@ def _bias(bias: Mapping[int, float] | None, vocab_size: int) -> dict[int, float]
         raise ValueError(f"logit_bias: must be a mapping of token ids to numbers, got {type(bias).__name__}")
     found: dict[int, float] = {}
     for token, value in bias.items():
-        number = int(token) if isinstance(token, str) and token.isdigit() else token  # JSON has no other keys
+        number = int(token) if isinstance(token, str) and token.isdecimal() else token  # JSON has no other keys
         if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= int(number) < vocab_size:
             raise ValueError(f"logit_bias: token ids must be 0 to {vocab_size - 1}, got {token!r}")
-        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-            raise ValueError(f"logit_bias: values must be numbers, got {value!r} for {token!r}")
-        found[int(number)] = float(value)
+        if isinstance(value, bool) or not isinstance(value, Real) or not value <= MOST_PENALTY:
+            raise ValueError(
+                f"logit_bias: values must be numbers of at most {MOST_PENALTY:g}, got {value!r} for {token!r}"
+            )
+        found[int(number)] = float(value) if value >= -MOST_PENALTY else -math.inf
     return found
 
 
@@ -328,7 +333,11 @@ def _count(logprobs: Any) -> int | None:
 
 def _callables(name: str, value: Any) -> list[Any]:
     """One function or several, as a list."""
-    found = [] if value is None else [value] if callable(value) and not isinstance(value, list) else list(value)
+    if value is None:
+        return []
+    if callable(value) and not isinstance(value, list):
+        return [value]
+    found = list(value) if isinstance(value, Iterable) else [value]
     if wrong := [item for item in found if not callable(item)]:
         raise ValueError(f"{name}: must be functions, got {type(wrong[0]).__name__}")
     return found

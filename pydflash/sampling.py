@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 MOST_TEMPERATURE = 1e30  # above it, float32 arithmetic on logits / temperature means nothing
+
+MOST_PENALTY = 1e30  # above it, and below its inverse, float32 has no room for a penalised logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +42,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, high in (("temperature", float("inf")), ("min_p", 1.0), ("top_p", 1.0)):
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= high:
+            if not (_is_number(value) and 0.0 <= value <= high):
                 raise ValueError(f"sampling: {name} must be a number from 0 to {high:g}, got {value!r}")
+            if value > MOST_TEMPERATURE:  # before a conversion that may overflow
+                raise ValueError(f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {value!r}")
             object.__setattr__(self, name, float(value))
-        if self.temperature > MOST_TEMPERATURE:
-            raise ValueError(
-                f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {self.temperature!r}"
-            )
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-                raise ValueError(f"sampling: {name} must be a finite number, got {value!r}")
+            if not (_is_number(value) and -MOST_PENALTY <= value <= MOST_PENALTY):
+                raise ValueError(
+                    f"sampling: {name} must be a finite number of at most {MOST_PENALTY:g} in size, got {value!r}"
+                )
             object.__setattr__(self, name, float(value))
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"sampling: repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        if self.repetition_penalty < 1 / MOST_PENALTY:
+            raise ValueError(
+                f"sampling: repetition_penalty must be above 0, at least {1 / MOST_PENALTY:g}, "
+                f"got {self.repetition_penalty!r}"
+            )
         if self.top_p == 0:
             raise ValueError("sampling: top_p must be above 0, got 0")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral) or self.top_k < 0:
+        if not is_integer(self.top_k) or self.top_k < 0:
             raise ValueError(f"sampling: top_k must be an integer >= 0, got {self.top_k!r}")
         if self.top_k >= 2**31:
             raise ValueError(f"sampling: top_k must be below 2**31, got {self.top_k!r}")
@@ -96,6 +100,15 @@ class SamplingParams:
         if min_p is None:
             min_p = defaults.get("min_p") or 0.0
         return cls(temperature, top_k, top_p, min_p, **penalties)
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is a whole number, numpy's too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class SamplingTensors(NamedTuple):

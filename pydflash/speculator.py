@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,7 @@ from .protocols import DrafterLike, ModelTarget, Refreshable, TargetLike, offers
 from .request import Request, Stream, generation, run
 from .rounds.paths import PATHS, Paths
 from .rounds.round import Parts
-from .sampling import SamplingTensors, row_seeds
+from .sampling import SamplingTensors, is_integer, row_seeds
 from .settings import check_fits, read_settings
 from .stats import Stats
 from .target.defaults import GenerationDefaults
@@ -107,11 +106,12 @@ class Speculator:
             return
         config = drafter.config
         self.block_size = config.block_size if block_size is None else block_size
-        if type(self.block_size) is not int or not 1 <= self.block_size <= config.block_size:
+        if not (is_integer(self.block_size) and 1 <= self.block_size <= config.block_size):
             raise ValueError(
                 f"Speculator: block_size must be 1 to {config.block_size} (as the drafter was trained), "
                 f"got {block_size!r}"
             )
+        self.block_size = int(self.block_size)
         paths = self._choose_paths(path, num_nodes, draft_sampling)
         self.drafter, line = fitted_drafter(drafter, target, self._backend, self.block_size)
         self._backends["drafter"] = line or backend_name
@@ -266,8 +266,8 @@ class Speculator:
         Raises: ValueError naming the argument, what is allowed and what came; TypeError for an unknown one.
         """
         given = self._options("generate", locals())
-        prompts, many = split_prompts(prompt)
-        if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+        prompts, many = split_prompts(prompt, return_errors)
+        if not is_integer(n) or n < 1:
             raise ValueError(f"n: must be an integer >= 1, got {n!r}")
         if streamer is not None and (many or n > 1):
             raise ValueError(f"streamer: must be None for several texts, got one for {len(prompts)} x {n}")
@@ -332,6 +332,8 @@ class Speculator:
 
     def _request(self, prompt: Prompt, seed: int, options: Options) -> Request:
         """A checked request, with the target's own settings where none are given."""
+        if isinstance(prompt, ValueError):
+            raise prompt
         target = self.target
         ids = encode(
             prompt,

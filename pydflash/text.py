@@ -14,10 +14,18 @@ from torch import Tensor
 Prompt = Any  # text, chat messages, token ids (list or tensor), or a list of these
 
 
-def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
-    """The single prompts of an argument, and whether it was a list of prompts."""
+def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
+    """The single prompts of an argument, and whether it was a list of prompts.
+
+    keep_errors: An item of a list that is no prompt has its ValueError as its place, where another item is one.
+    """
     if isinstance(prompt, Tensor):
-        if prompt.dim() not in (1, 2) or prompt.is_floating_point():
+        if (
+            prompt.dim() not in (1, 2)
+            or prompt.dtype == torch.bool
+            or prompt.dtype.is_floating_point
+            or prompt.is_complex()
+        ):
             raise ValueError(
                 f"prompt: token ids must be [P] or [B, P] integers, got {list(prompt.shape)} {prompt.dtype}"
             )
@@ -26,8 +34,11 @@ def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
         if "input_ids" not in prompt:
             raise ValueError(f"prompt: a mapping must have 'input_ids', got {sorted(prompt)}")
         rows, many = split_prompts(prompt["input_ids"])
-        if "attention_mask" in prompt:  # what it does not show is padding
-            masks, _ = split_prompts(prompt["attention_mask"])
+        if prompt.get("attention_mask") is not None:  # what it does not show is padding
+            mask = prompt["attention_mask"]
+            masks, _ = split_prompts(mask.long() if isinstance(mask, Tensor) else mask)
+            if [len(row) for row in rows] != [len(mask) for mask in masks]:
+                raise ValueError("prompt: attention_mask must have the shape of input_ids, got another")
             both = zip(rows, masks, strict=True)
             rows = [[i for i, seen in zip(row, mask, strict=True) if seen] for row, mask in both]
         return rows, many
@@ -39,10 +50,22 @@ def split_prompts(prompt: Prompt) -> tuple[list[Prompt], bool]:
         raise ValueError(f"prompt: must be text, messages, token ids or a list of these, got {prompt!r}")
     if all(_is_id(item) for item in prompt) or all(_is_message(item) for item in prompt):
         return [list(prompt)], False
-    singles = [split_prompts(item) for item in prompt]
-    if any(many for _, many in singles):
-        raise ValueError("prompt: lists of prompts must not be nested deeper")
-    return [single for (single,), _ in singles], True
+    singles: list[Prompt] = []
+    errors: list[ValueError] = []
+    for item in prompt:
+        try:
+            found, many = split_prompts(item)
+            if many:
+                raise ValueError("prompt: lists of prompts must not be nested deeper")
+            singles += found
+        except ValueError as error:
+            if not keep_errors:
+                raise
+            singles.append(error)
+            errors.append(error)
+    if len(errors) == len(singles):
+        raise errors[0]
+    return singles, True
 
 
 def token_ids_of(name: str, value: Any) -> list[int]:
@@ -299,8 +322,10 @@ class Output:
     def _is_met(self) -> bool:
         """Whether a criterion ends the text; all of them see every token, as in transformers."""
         ids = torch.tensor([[*self._prompt, *self.token_ids]])
-        met = [bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self._criteria]
-        return any(met)
+        met = [criterion(ids, None) for criterion in self._criteria]
+        if wrong := [answer for answer in met if not isinstance(answer, (bool, Tensor)) and not hasattr(answer, "any")]:
+            raise ValueError(f"stopping_criteria: must return True or False, got {_short(wrong[0])}")
+        return any(bool(torch.as_tensor(answer).any()) for answer in met)
 
     def _read_and_search(self, token: int) -> None:
         """End behind the first stop string that the newest token completes; it can begin in earlier tokens."""

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 from fakes import byte_tokenizer
+from pairs import build_drafter
+from tiny_models import TINY
 from transformers import GenerationConfig
 
+from pydflash import Speculator
 from pydflash.options import HINTS, Options, Resolved, resolve
 from pydflash.target.defaults import KEYS, GenerationDefaults
 
@@ -148,10 +151,21 @@ def test_repetition_penalties_run_with_the_sampling() -> None:
         ({"frequency_penalty": "1"}, "sampling: frequency_penalty must be a finite number"),
         ({"logit_bias": [1]}, "logit_bias: must be a mapping of token ids to numbers, got list"),
         ({"logit_bias": {97: 1.0}}, "logit_bias: token ids must be 0 to 96, got 97"),
-        ({"logit_bias": {3: None}}, "logit_bias: values must be numbers, got None for 3"),
+        ({"logit_bias": {3: None}}, "logit_bias: values must be numbers of at most 1e+30, got None for 3"),
         ({"logprobs": 21}, "logprobs: must be None or 0 to 20, got 21"),
         ({"logits_processor": [3]}, "logits_processor: must be functions, got int"),
         ({"stopping_criteria": "x"}, "stopping_criteria: must be functions, got str"),
+        ({"logits_processor": 3}, "logits_processor: must be functions, got int"),
+        ({"temperature": 10**400}, "sampling: temperature must be finite, at most 1e+30"),
+        ({"repetition_penalty": 1e300}, "sampling: repetition_penalty must be a finite number of at most 1e+30"),
+        ({"repetition_penalty": 1e-300}, "sampling: repetition_penalty must be above 0, at least 1e-30"),
+        ({"frequency_penalty": 10**400}, "sampling: frequency_penalty must be a finite number of at most 1e+30"),
+        ({"logit_bias": {3: 10**400}}, "logit_bias: values must be numbers of at most 1e+30"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias: values must be numbers of at most 1e+30, got inf for 3"),
+        ({"logit_bias": {"\u00b2": 1.0}}, "logit_bias: token ids must be 0 to 96"),
+        ({"max_time": "1"}, "max_time: must be a number of seconds, got '1'"),
+        ({"bad_words_ids": []}, "bad_words_ids: "),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: "),
         ({"num_beams": 2}, "nothing: beams are not offered"),
     ],
     ids=str,
@@ -165,6 +179,7 @@ def test_values_that_are_refused(given: dict[str, Any], message: str) -> None:
 def test_bias_and_logprobs() -> None:
     found = resolved(None, logit_bias={"5": 1, 6: float("-inf")}, logprobs=True)
     assert found.logit_bias == {5: 1.0, 6: float("-inf")}
+    assert resolved(None, logit_bias={5: -(10**400)}).logit_bias == {5: float("-inf")}
     assert (found.logprobs, resolved(None, logprobs=3).logprobs, resolved(None).logprobs) == (0, 3, None)
 
 
@@ -187,6 +202,22 @@ def test_criteria_end_the_text_behind_the_token_that_meets_them() -> None:
     assert output.extend([7, 8, 9, 10, 11])[0] == [7, 8, 9]
     assert output.finish_reason == "stop"
     assert seen == [[[3, 1, 7]], [[3, 1, 7, 8]], [[3, 1, 7, 8, 9]]]
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    model, drafter = TINY["qwen3"](num_hidden_layers=6), build_drafter(2)
+    assert Speculator(model, drafter, block_size=np.int64(3)).block_size == 3  # type: ignore[arg-type]
+    spec = Speculator(model, drafter, path="tree", num_nodes=np.int64(5))  # type: ignore[arg-type]
+    assert spec.loop.parts.paths.num_nodes == 5
+    for wrong in (True, np.int64(5), 3.0):
+        with pytest.raises(ValueError, match="block_size must be 1 to 4"):
+            Speculator(model, drafter, block_size=wrong)  # type: ignore[arg-type]
+
+
+def test_criteria_answer_yes_or_no() -> None:
+    output = resolved(None, stopping_criteria=lambda ids, scores: None).output
+    with pytest.raises(ValueError, match="stopping_criteria: must return True or False, got None"):
+        output.extend([7])
 
 
 def test_max_time_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,10 @@ def test_what_a_prompt_may_be(prompt: Any, singles: list[Any], many: bool) -> No
         ([[["a"]]], "must not be nested deeper"),
         ([{"content": "no role"}], "a mapping must have 'input_ids', got ['content']"),
         (torch.zeros(1, 2, 3, dtype=torch.long), "must be [P] or [B, P] integers, got [1, 2, 3]"),
+        (torch.tensor([True, False]), "must be [P] or [B, P] integers, got [2] torch.bool"),
+        (torch.zeros(2, dtype=torch.complex64), "must be [P] or [B, P] integers, got [2] torch.complex64"),
+        ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1]]}, "attention_mask must have the shape"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "attention_mask must have the shape"),
         (torch.tensor([1.5, 2.0]), "must be [P] or [B, P] integers, got [2] torch.float32"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..protocols import Proposal
+from ..sampling import is_integer
 from ..tree import Tree
 
 PATHS = ("walk", "viterbi", "tree")
@@ -83,7 +84,7 @@ class Paths:
         self.auto = num_nodes == "auto"
         if self.auto:
             num_nodes = limit
-        elif num_nodes is not None and (type(num_nodes) is not int or not 1 <= num_nodes <= limit):
+        elif num_nodes is not None and not (is_integer(num_nodes) and 1 <= int(num_nodes) <= limit):
             raise ValueError(
                 f"Speculator: num_nodes must be 'auto' or 1 to {limit} ({slots} slots of {candidates} candidates), "
                 f"got {num_nodes!r}"

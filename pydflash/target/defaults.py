@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,8 @@ class GenerationDefaults:
         self.stop_token_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         self.stop_strings: str | list[str] = self._set.get("stop_strings") or []
         self.max_time: float | None = self._set.get("max_time")
+        if isinstance(self.max_time, bool) or not (self.max_time is None or isinstance(self.max_time, Real)):
+            raise ValueError(f"max_time: must be a number of seconds, got {self.max_time!r}")
 
     def _value(self, name: str) -> Any:
         """What the config asks for, or None where it is off."""
@@ -208,7 +211,10 @@ class GenerationDefaults:
 
         def add(name: str, make: Any, *needed: Any) -> None:
             if value(name) is not None and all(needed):
-                found.append(make(value(name)))
+                try:
+                    found.append(make(value(name)))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{name}: {error}") from error
 
         add("sequence_bias", lambda x: g.SequenceBiasLogitsProcessor(x))
         add("encoder_repetition_penalty", lambda x: g.EncoderRepetitionPenaltyLogitsProcessor(x, prompt))

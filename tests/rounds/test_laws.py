@@ -213,5 +213,11 @@ def test_several_texts_for_a_prompt_and_errors_for_single_ones(model: Any) -> No
     assert found[0].token_ids == spec.generate(PROMPT, 4, temperature=0.0).token_ids
     with pytest.raises(ValueError, match="prompt: must fit the target's"):
         spec.generate([PROMPT, long], 4)
+    for wrong in ([], [1.5], [[1]], None):  # what is no prompt at all
+        first, second = spec.generate([wrong, PROMPT], 4, temperature=0.0, return_errors=True)
+        assert isinstance(first, ValueError)
+        assert second.token_ids == found[0].token_ids
+        with pytest.raises(ValueError, match="prompt: "):
+            spec.generate([wrong, PROMPT], 4)
     with pytest.raises(ValueError, match="n: must be an integer >= 1, got 0"):
         spec.generate(PROMPT, 4, n=0)
