@@ -213,7 +213,8 @@ def test_what_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, t
 
 FIRST_KERNEL = """
 import torch
-from pydflash import _backends, ops
+from pydflash import ops
+from pydflash.ops import backends
 cache, block = torch.zeros(1, 1, 1, 4, 8), torch.ones(1, 1, 1, 1, 8)
 with backends.running("sycl"):
     ops.cache_append(cache, cache.clone(), block, block, torch.zeros(1, 1).int(), torch.ones(1).int())
