@@ -280,25 +280,27 @@ struct PackedLinearParams {
   apply(skinny_linear, SkinnyLinearParams)
 #define PYDFLASH_KERNELS_sycl_backend(apply) PYDFLASH_KERNELS_OF_ALL(apply)
 
-// What all backends have alike. scratch_bytes: the memory that a call works in, by shapes alone; none for most.
+// What all backends have alike.
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
-#define PYDFLASH_DECLARE_BACKEND(kernels)                                      \
-  kernels(PYDFLASH_DECLARE)                                                    \
-  template <class Params>                                                      \
-  int64_t scratch_bytes(const Params&) {                                       \
-    return 0;                                                                  \
-  }                                                                            \
+#define PYDFLASH_DECLARE_BACKEND(kernels)                                                        \
+  kernels(PYDFLASH_DECLARE)                                                                      \
   const char* description(); /* the instruction set in use, or how or for what it is compiled */ \
   const char* select_level(const char* name); /* forces an instruction set (tests); null where there is no such */
-#define PYDFLASH_DECLARE_SCRATCH()                               \
-  int64_t scratch_bytes(const BlockAttentionParams& params);     \
-  int64_t scratch_bytes(const PathSelectParams& params);         \
-  int64_t scratch_bytes(const PathTreeParams& params);           \
-  int64_t scratch_bytes(const PathViterbiParams& params);        \
+// The memory that a call works in, by shapes alone; on a CPU none. The bindings of a kernel that takes scratch do not
+// compile without its line here.
+#define PYDFLASH_DECLARE_SCRATCH()                           \
+  int64_t scratch_bytes(const BlockAttentionParams& params); \
+  int64_t scratch_bytes(const PathSelectParams& params);     \
+  int64_t scratch_bytes(const PathTreeParams& params);       \
+  int64_t scratch_bytes(const PathViterbiParams& params);    \
   int64_t scratch_bytes(const RejectSampleParams& params);
 
 namespace cpu {
 PYDFLASH_DECLARE_BACKEND(PYDFLASH_KERNELS_cpu)
+template <class Params>
+int64_t scratch_bytes(const Params&) {
+  return 0;
+}
 }  // namespace cpu
 
 namespace cuda {
