@@ -120,8 +120,8 @@ def assemble(
 
     The target runs fused or in its own layers with attention in place ("auto": the first of the two that can, on a CPU
     fused alone), else generic. Rounds run on the device, many rows at once, where the target is one of the first two,
-    the drafter can, and the device is a GPU or "fused" or "own" was asked for; else by the host, row after row.
-
+    the drafter can, and the device is a GPU or "fused" or "own" was asked for; else by the host, row after row. Several
+    rows run on a CPU together where its layers are fused and there is no drafter.
     Raises: ValueError where options and target do not go together.
     """
     if target_path not in (*TARGET_PATHS, "fast"):
@@ -172,13 +172,16 @@ def _in_place(
 
         placed = in_place(cast("ModelTarget", target), quantize, form)
         parts, text = replace(parts, target=placed), placed.description
-    if on_device:
-        from .rounds.device import DeviceLoop
+    from .rounds.device import DeviceLoop
 
+    if on_device:
         return DeviceLoop(parts), {"target": text}
+    from .rounds.by_rows import LoopByRows
     from .rounds.host import HostLoop
 
-    return HostLoop(parts), {"target": text, "round": HOST_ROUNDS}
+    loop, lines = HostLoop(parts), {"target": text, "round": HOST_ROUNDS}
+    # With drafts a batch's rows were no faster together than one after the other: a block fills the cores already.
+    return (loop if parts.drafter is not None else LoopByRows(loop, DeviceLoop(parts))), lines
 
 
 def _generic_reason(target: TargetLike, drafter: DrafterLike | None, backend: str) -> str | None:
