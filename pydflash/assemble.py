@@ -56,6 +56,7 @@ def target_of(model: Any, drafter: DrafterLike | None, optimize: str | None) -> 
     elif isinstance(model, nn.Module) or "verify" in lacking:
         from .target.generic import Target
 
+        _check_sizes(model, drafter)
         target = Target(model, layer_ids)
     else:
         raise ValueError(
@@ -63,6 +64,17 @@ def target_of(model: Any, drafter: DrafterLike | None, optimize: str | None) -> 
             f"{', '.join(lacking)}"
         )
     return target if optimize is None else _optimized(target, optimize)
+
+
+def _check_sizes(model: Any, drafter: DrafterLike | None) -> None:
+    """Refuse a model of other sizes by its sizes, before layer ids are looked at that it may not have."""
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    if drafter is None or not offers(drafter, ChecksTarget) or not hasattr(text, "num_hidden_layers"):
+        return
+    rows = getattr(getattr(model.get_input_embeddings(), "weight", None), "shape", (text.vocab_size,))[0]
+    sizes = {"hidden_size": text.hidden_size, "num_layers": text.num_hidden_layers, "vocab_size": text.vocab_size}
+    cast("ChecksTarget", drafter).check_target(**sizes, embedding_rows=rows)
 
 
 def _tapped(target: TargetLike, drafter: DrafterLike | None, layer_ids: tuple[int, ...]) -> TargetLike:

@@ -117,6 +117,8 @@ class Request:
                 got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 raise ValueError(f"logits_processor: must return scores [1, V], got {got}")
             scores = scores.float()
+        if not bool((scores > float("-inf")).any()):
+            raise ValueError("logits_processor: must leave a token that can come next, got scores of -inf or NaN alone")
         return scores
 
 

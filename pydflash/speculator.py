@@ -210,6 +210,17 @@ class Speculator:
             if offers(part, Refreshable):
                 cast("Refreshable", part).refresh()
 
+    def __repr__(self) -> str:
+        kind = type(getattr(self.target, "model", self.target)).__name__
+        path = self.loop.parts.paths
+        drafts = (
+            "plain"
+            if self.drafter is None
+            else f"{type(self.drafter).__name__}, {path.path}, block of {self.block_size}"
+        )
+        lines = ", ".join(f"{name}: {line}" for name, line in self._backends.items())
+        return f"Speculator({kind} on {self.target.device}, {drafts}; {lines})"
+
     def close(self) -> None:
         """End the use of the target; the model itself is left as it was given."""
         self.target.close()

@@ -58,11 +58,24 @@ def facts_of(model: Any) -> TargetFacts:
     cache_argument = next((name for name in ("cache", "past_key_values") if name in parameters), None)
     if cache_argument is None:
         refuse(model, "a forward that takes `cache` or `past_key_values`", ", ".join(parameters))
-    limit = getattr(config, "max_position_embeddings", None)
-    max_length = limit if isinstance(limit, int) and limit > 0 else None
+    max_length = _context_limit(config)
     takes_positions, takes_logits_to_keep = ("position_ids" in parameters, "logits_to_keep" in parameters)
     switch = _rope_switch(config, max_length)
     return TargetFacts(config, cache_argument, takes_positions, takes_logits_to_keep, (), switch, max_length)
+
+
+def _context_limit(config: Any) -> int | None:
+    """Positions that a model takes. RoPE that YaRN stretches by a factor reaches beyond `max_position_embeddings` where
+    that still is the length before it.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    rope = _rope_of(config)
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) != "yarn" or not original or not factor:
+        return limit
+    return max(limit, int(original * factor))
 
 
 def check_model(model: Any) -> None:

@@ -221,3 +221,22 @@ def test_several_texts_for_a_prompt_and_errors_for_single_ones(model: Any) -> No
             spec.generate([wrong, PROMPT], 4)
     with pytest.raises(ValueError, match="n: must be an integer >= 1, got 0"):
         spec.generate(PROMPT, 4, n=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_processor_that_leaves_no_token_is_refused(model: Any, way: str) -> None:
+    spec = Speculator(model, drafter_for(model), **WAYS[way])
+    with pytest.raises(ValueError, match="logits_processor: must leave a token that can come next"):
+        spec.generate(PROMPT, 4, temperature=0.0, logits_processor=lambda ids, scores: scores.fill_(float("-inf")))
+
+
+def test_a_target_of_another_size_is_refused_by_its_size() -> None:
+    small = TINY["llama"](num_hidden_layers=2, hidden_size=32)
+    with pytest.raises(ValueError, match=r"hidden_size of the drafter must be 32 \(the target's hidden size\)"):
+        Speculator(small, build_drafter(2, num_target_layers=3))
+
+
+def test_a_speculator_says_what_it_is() -> None:
+    text = repr(Speculator(built("cpu"), drafter_for(built("cpu")), path="tree", num_nodes=9))
+    assert text.startswith("Speculator(LlamaForCausalLM on cpu, Drafter, tree, block of ")
+    assert "target: fused layers" in text

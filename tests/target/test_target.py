@@ -14,6 +14,7 @@ from grids import slow
 from tiny_models import LAYERS, TINY, VOCAB
 from torch import nn
 
+from pydflash import Speculator
 from pydflash.target.generic import Target
 
 transformers = pytest.importorskip("transformers")
@@ -316,3 +317,15 @@ def test_longrope_block_across_the_switch() -> None:
     assert text != greedy("llama", None, 8)
     for draft in (perfect, always_wrong, at_random):
         assert decode(Target(model, (1,)), ids, draft, text)[0] == text
+
+
+def test_yarn_reaches_beyond_the_length_before() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    model = TINY["qwen3"](max_position_embeddings=40, rope_parameters=rope)
+    target = Target(model)
+    assert target.max_length == 128
+    ids = torch.arange(1, 60)[None]
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    for path in ("generic", "fused"):
+        out = Speculator(target, None, target_path=path).generate(ids[0], 10, temperature=0.0, stop_token_ids=[])
+        assert out.token_ids == want[0, 59:].tolist()
