@@ -269,7 +269,7 @@ def _check_generate(arguments: argparse.Namespace) -> None:
     SamplingParams.resolve({}, arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
     nodes, path = arguments.num_nodes, arguments.path
     if nodes is not None and path not in (None, "tree"):
-        raise ValueError(f"--num-nodes must be left out where --path is {path}, got {nodes}")
+        raise ValueError(f"--num-nodes: num_nodes must be None where path is {path!r}, got {nodes}")
     if isinstance(nodes, int) and not 1 <= nodes <= MOST_NODES:
         raise ValueError(f"--num-nodes must be auto or 1 to {MOST_NODES}, got {nodes}")
     if arguments.max_new_tokens < 0:

@@ -64,6 +64,8 @@ def _is_built(name: str) -> bool:
 def _without_torch(name: str) -> dict[str, Any]:
     if _is_built(name):
         reason = "needs torch: pip install torch"
+    elif importlib.util.find_spec("pydflash._build_info") is None:
+        reason = "this is a source tree, not the installed package"
     else:
         info = importlib.import_module("pydflash._build_info")
         reason = f"not built: {info.NOT_BUILT.get(name, 'unknown why')}"
