@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +236,15 @@ def _run_heavy(name: str) -> Any:
     return run
 
 
+def status(text: str) -> AbstractContextManager[object]:
+    """A line on stderr while something takes long, where a person sees it."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of a ``--dtype`` value; None, the checkpoint's own, stays None."""
     import torch
@@ -307,16 +318,17 @@ def _generate(arguments: argparse.Namespace) -> int:
     from ..speculator import Speculator
 
     drafts: dict[str, Any] = {"block_size": arguments.block_size, "path": path, "num_nodes": arguments.num_nodes}
-    spec = Speculator.from_pretrained(
-        arguments.target,
-        arguments.drafter,
-        device=arguments.device,
-        dtype=torch_dtype(arguments.dtype),
-        backend=arguments.backend,
-        **(drafts if arguments.settings is None else {"settings": arguments.settings}),
-        target_path=arguments.target_path,
-        quantize=arguments.quantize,
-    )
+    with status(f"loading {arguments.target}"):
+        spec = Speculator.from_pretrained(
+            arguments.target,
+            arguments.drafter,
+            device=arguments.device,
+            dtype=torch_dtype(arguments.dtype),
+            backend=arguments.backend,
+            **(drafts if arguments.settings is None else {"settings": arguments.settings}),
+            target_path=arguments.target_path,
+            quantize=arguments.quantize,
+        )
     chat = prompt
     if arguments.system is not None:
         chat = [{"role": "system", "content": arguments.system}, {"role": "user", "content": prompt}]
@@ -332,18 +344,23 @@ def _generate(arguments: argparse.Namespace) -> int:
         chat_template=False if arguments.raw else None,
         return_proposals=show,
     )
-    for chunk in stream:
-        print(chunk.text, end="", flush=True)
+    code = 0
+    try:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        code = 130
     print(flush=True)
-    if show:
+    if show and code == 0:
         view = _module("cli.tree_view")
         shown = view.TreeOfRound.of(stream.output, lambda token: spec.tokenizer.decode([token]))
         if arguments.show_tree:
             shown.print()
         if svg is not None:
             shown.save_svg(svg)
-    print(f"{stream.output.stats.summary()}, end: {stream.output.finish_reason}", file=sys.stderr)
-    return 0
+    end = "interrupted" if code else stream.output.finish_reason
+    print(f"{stream.output.stats.summary()}, end: {end}", file=sys.stderr)
+    return code
 
 
 def _export(arguments: argparse.Namespace) -> int:

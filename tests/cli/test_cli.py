@@ -381,3 +381,23 @@ def test_only_16_bit_texts_may_part_within_the_margin(pair: tuple[Path, Path], t
     assert demo.report_contract(console, target, [1, 2, 3], close, good) == 1
     assert "in float32 the texts must be equal" in console.file.getvalue()  # type: ignore[attr-defined]
     assert demo.report_contract(console, half, [1, 2, 3], close, good) == 0
+
+
+def test_an_interrupt_ends_the_line_and_says_how_far_it_came(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pydflash.request import Stream
+
+    seen: list[object] = []
+
+    def interrupted(self: Stream) -> object:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(chunk := next(self._chunks))
+        return chunk
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    code, out, err = run(capsys, "generate", pair[0], "--drafter", pair[1], "hi", "--device", "cpu")
+    assert code == 130
+    assert out.endswith("\n")
+    assert err.rstrip().endswith("end: interrupted")
