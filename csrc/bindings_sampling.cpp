@@ -76,8 +76,45 @@ void reject_sample(Capsule logits_, Capsule tokens_, MaybeCapsule parents_, Mayb
   backend::reject_sample(p, stream_of(stream, device));
 }
 
+void apply_penalties(Capsule logits_, Capsule tokens_, Capsule visibility_, Capsule in_prompt_, Capsule counts_,
+                     Capsule bias_, Capsule repetition_, Capsule presence_, Capsule frequency_, Capsule out_,
+                     uintptr_t stream, int device) {
+  const char* op = "apply_penalties";
+  TensorView logits(op, "logits", logits_), tokens(op, "tokens", tokens_), visibility(op, "visibility", visibility_),
+      in_prompt(op, "in_prompt", in_prompt_), counts(op, "counts", counts_), bias(op, "bias", bias_),
+      repetition(op, "repetition", repetition_), presence(op, "presence", presence_),
+      frequency(op, "frequency", frequency_), out(op, "out", out_);
+  logits.floating().shape({-1, -1, -1}, "[B, S, V]").row_contiguous();
+  const int64_t batch = logits.dim(0), slots = logits.dim(1), vocab_size = logits.dim(2);
+  if (slots > 64) logits.fail("of at most 64 slots", text(slots));
+  tokens.int64().shape({batch, slots}, "[B, S]").contiguous();
+  visibility.int64().shape({-1, slots}, "[B or 1, S]").contiguous();
+  if (visibility.dim(0) != batch && visibility.dim(0) != 1)
+    visibility.fail(text("of shape [B or 1, S] with B = ", batch), text("B = ", visibility.dim(0)));
+  in_prompt.int32().shape({batch, vocab_size}, "[B, V]").contiguous();
+  counts.int32().shape({batch, vocab_size}, "[B, V]").contiguous();
+  bias.float32().shape({batch, vocab_size}, "[B, V]").contiguous();
+  repetition.float32().shape({batch}, "[B]").contiguous();
+  presence.float32().shape({batch}, "[B]").contiguous();
+  frequency.float32().shape({batch}, "[B]").contiguous();
+  out.float32().shape({batch, slots, vocab_size}, "[B, S, V]").contiguous();
+  if (out.empty()) return;
+  ApplyPenaltiesParams p{};
+  p.batch = int(batch), p.slots = int(slots), p.vocab_size = int(vocab_size);
+  p.dtype = logits.dtype(), p.logits = logits.data();
+  logits.strides_to(p.logits_stride, 2);
+  p.tokens = data_of<int64_t>(tokens), p.visibility = data_of<int64_t>(visibility);
+  p.visibility_stride = visibility.dim(0) == 1 ? 0 : slots;
+  p.in_prompt = data_of<int32_t>(in_prompt), p.counts = data_of<int32_t>(counts), p.bias = data_of<float>(bias);
+  p.repetition = data_of<float>(repetition), p.presence = data_of<float>(presence);
+  p.frequency = data_of<float>(frequency), p.out = static_cast<float*>(out.data());
+  py::gil_scoped_release nogil;
+  backend::apply_penalties(p, stream_of(stream, device));
+}
+
 }  // namespace
 
 PYDFLASH_BIND(reject_sample)
+PYDFLASH_BIND(apply_penalties)
 
 }  // namespace pydflash

@@ -154,6 +154,23 @@ struct RejectSampleParams {
   void* scratch;
 };
 
+// What logits lose for tokens that a text holds. A token that the new text with the drafts on a slot's path (the
+// anchor, slot 0, is counted already) holds n times: repetition divides positive logits and multiplies others where
+// n > 0 or the prompt holds it; then presence (where n > 0) and n * frequency are taken off, and the bias added.
+struct ApplyPenaltiesParams {
+  int batch, slots, vocab_size;
+  DType dtype;
+  const void* logits;          // [batch, slots, vocab_size]
+  int64_t logits_stride[2];    // [batch, slot]
+  const int64_t* tokens;       // [batch, slots], negative = no draft
+  const int64_t* visibility;   // [batch or 1, slots]
+  int64_t visibility_stride;   // 0 where one row serves the whole batch
+  const int32_t *in_prompt, *counts;  // [batch, vocab_size]: not 0 where the prompt holds the token; the new text's
+  const float* bias;                  // [batch, vocab_size]
+  const float *repetition, *presence, *frequency;  // [batch]
+  float* out;                                      // [batch, slots, vocab_size]
+};
+
 // sum = x + delta; out = sum / rms(sum) * (weight + weight_offset). round_first: rounded before the weight as well.
 struct AddRmsNormParams {
   int rows, size;
@@ -267,6 +284,7 @@ struct PackedLinearParams {
   apply(path_tree, PathTreeParams)               \
   apply(path_viterbi, PathViterbiParams)         \
   apply(reject_sample, RejectSampleParams)       \
+  apply(apply_penalties, ApplyPenaltiesParams)   \
   apply(add_rms_norm, AddRmsNormParams)          \
   apply(swiglu, SwigluParams)                    \
   apply(head_norm_rope, HeadNormRopeParams)      \

@@ -93,4 +93,19 @@ PYDFLASH_FN float uniform(int64_t seed, int64_t position, Purpose purpose, uint3
   return float(philox(uint64_t(seed), uint32_t(position), 0, slot, uint32_t(purpose)) >> 8) * 0x1p-24f;
 }
 
+// A logit as apply_penalties leaves it; see kernels.h.
+PYDFLASH_FN float penalised(float logit, bool in_prompt, int count, float repetition, float presence, float frequency,
+                            float bias) {
+  const float factor = in_prompt || count > 0 ? repetition : 1.0f;
+  const float scaled = logit < 0 ? logit * factor : logit / factor;
+  return scaled - (count > 0 ? presence : 0.0f) - frequency * float(count) + bias;
+}
+
+// Of slot i's ancestors and itself, but for the anchor, how many hold the token. sees: the slot's visibility bits.
+PYDFLASH_FN int drafts_on_path(const int64_t* tokens, int slots, int64_t sees, int64_t token) {
+  int count = 0;
+  for (int k = 1; k < slots; ++k) count += (sees >> k & 1) != 0 && tokens[k] == token;
+  return count;
+}
+
 }  // namespace pydflash

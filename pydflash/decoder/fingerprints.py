@@ -26,8 +26,8 @@ class Fingerprint:
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._held = list(tensors)
         self._marks = marks_of(self._held)
-        self._views = _views(self._held)
-        self._samples = [torch.cat(views) for views in self._views]
+        self._reader = _Reader(self._held)
+        self._samples = self._reader.read()
 
     def moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are no longer the same tensors, or count another version: reads nothing from a device."""
@@ -37,14 +37,38 @@ class Fingerprint:
         """The whole rule, for the beginning of a request: on a device it waits for the samples."""
         if self.moved(tensors):
             return True
-        now = [torch.cat(views) for views in self._views]
-        return not all(map(torch.equal, self._samples, now))
+        return not all(map(torch.equal, self._samples, self._reader.read()))
 
     def __deepcopy__(self, memo: object) -> Fingerprint:
         return Fingerprint()  # a copy of the tensors lies elsewhere
 
     def __reduce__(self) -> tuple[type[Fingerprint], tuple[()]]:
         return Fingerprint, ()
+
+
+class _Reader:
+    """Reads the samples of tensors: on a GPU, from the second time on, by a graph, for each view is a launch there."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._views = _views(tensors)
+        devices = {views[0].device for views in self._views}
+        self._device = devices.pop() if len(devices) == 1 else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._read: list[Tensor] | None = None
+
+    def read(self) -> list[Tensor]:
+        """One tensor for each device and size of an element; the next reading may overwrite it."""
+        if self._read is None or self._device is None or self._device.type != "cuda":
+            self._read = [torch.cat(views) for views in self._views]
+            return self._read
+        with torch.cuda.device(self._device):
+            if self._graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._read = [torch.cat(views) for views in self._views]
+                self._graph = graph
+            self._graph.replay()
+        return self._read
 
 
 def marks_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""How far the target agrees with a block, and the token that follows."""
+"""How far the target agrees with a block, the token that follows, and what logits lose for tokens before them."""
 
 from __future__ import annotations
 
@@ -128,3 +128,57 @@ def _reject_sample(
     outputs = [capsule(t) for t in (index, num_accepted, bonus)]
     module.reject_sample(*[capsule(t) for t in inputs], vocab_size, *outputs, stream, device, scratch_of(tokens))
     return index, num_accepted, bonus
+
+
+@register(
+    "apply_penalties(Tensor logits, Tensor tokens, Tensor visibility, Tensor in_prompt, Tensor counts, Tensor bias,"
+    " Tensor repetition, Tensor presence, Tensor frequency) -> Tensor",
+    fake=lambda logits, *_: logits.new_empty(logits.shape, dtype=torch.float32),
+    reference=reference.apply_penalties,
+)
+def apply_penalties(
+    logits: Tensor,
+    tokens: Tensor,
+    visibility: Tensor,
+    in_prompt: Tensor,
+    counts: Tensor,
+    bias: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Logits of a block with what each slot's text takes off them, in float32.
+
+    A slot's text is what `counts` counts, and the drafts on the slot's path behind the anchor. A token that this text
+    or the prompt holds has a positive logit divided by `repetition` and another one multiplied; one that the text holds
+    n > 0 times loses `presence` and n times `frequency`; then the bias is added.
+
+    Args:
+        logits: [B, S, V] float32, bfloat16 or float16, S at most 64.
+        tokens: [B, S], slot 0 the anchor, which `counts` has counted; a negative id means no draft there.
+        visibility: [B or 1, S] int64; bit j of slot i: whether slot j is i itself or an ancestor.
+        in_prompt: [B, V], not 0 where the prompt holds the token.
+        counts: [B, V], how often the new text holds it.
+        bias: [B, V].
+        repetition, presence, frequency: [B]; 1, 0 and 0 change nothing.
+
+    Returns: [B, S, V] float32.
+
+    Raises: ValueError on shapes, dtypes or devices that do not fit.
+    """
+    inputs = (logits, tokens, visibility, in_prompt, counts, bias, repetition, presence, frequency)
+    module, stream, device = module_for("apply_penalties", *inputs)
+    out = logits.new_empty(logits.shape, dtype=torch.float32)
+    module.apply_penalties(
+        capsule(rows(logits)),
+        *[
+            capsule(int64(x, f"apply_penalties: {name}"))
+            for x, name in ((tokens, "tokens"), (visibility, "visibility"))
+        ],
+        *[capsule(int32(x, f"apply_penalties: {name}")) for x, name in ((in_prompt, "in_prompt"), (counts, "counts"))],
+        *[capsule(float32(x)) for x in (bias, repetition, presence, frequency)],
+        capsule(out),
+        stream,
+        device,
+    )
+    return out

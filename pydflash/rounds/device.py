@@ -155,7 +155,7 @@ class DeviceBatch:
         changed = logits
         if (penalties := rounds.rows.penalties) is not None:
             penalties.admit(row, request.ids, request.params, request.logit_bias)
-            changed = penalties.row(row).apply(logits, block.tokens, torch.ones_like(block.tokens))
+            changed = penalties.row(row).apply(parts.ops, logits, block.tokens, torch.ones_like(block.tokens))
         accepted = steps.accept(parts, block, process(parts, request, block, changed, starts), request.sampling, starts)
         rounds.activate(row, accepted.bonus)
         token = int(accepted.bonus)

@@ -105,7 +105,7 @@ class DeviceRounds:
             counts=counts,
             active=active,
             record=torch.full((batch, slots + 1), -1, dtype=torch.int64, device=device),
-            penalties=Penalties(batch, target.vocab_size, self.capacity + slots, device) if self.penalties else None,
+            penalties=Penalties(batch, target.vocab_size, device) if self.penalties else None,
             logprobs=self.logprobs,
         )
 
@@ -115,7 +115,7 @@ class DeviceRounds:
         block = steps.draft(self.parts, self.rows, self.parts.block_size)
         output = steps.verify(self.parts, self.rows, block)
         self._between: tuple[Block, TargetOutput] = (block, output)
-        self._logits = steps.penalised(self.rows, block, output.logits)
+        self._logits = steps.penalised(self.parts, self.rows, block, output.logits)
         if self.pieces:
             # They change in place, while log-probabilities are of what the model gave.
             self._logits = self._logits.to(torch.float32, copy=self._logits is output.logits)

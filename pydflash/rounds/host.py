@@ -65,11 +65,9 @@ class HostBatch:
                 logprobs=0 if request.logprobs is None else max(1, request.logprobs),
             )
             if request.penalised:
-                state.penalties = Penalties(
-                    1, output.logits.shape[-1], request.positions + parts.paths.rows, target.device
-                )
+                state.penalties = Penalties(1, output.logits.shape[-1], target.device)
                 state.penalties.admit(0, ids, request.params, request.logit_bias)
-            logits = process(parts, request, block, steps.penalised(state, block, output.logits), starts)
+            logits = process(parts, request, block, steps.penalised(parts, state, block, output.logits), starts)
             accepted = steps.accept(parts, block, logits, request.sampling, starts)
             state.anchors = accepted.bonus
             state.note(parts.ops, output, accepted, accepted.bonus[:, None])
@@ -99,7 +97,7 @@ class HostBatch:
         parts = self.parts
         block = steps.draft(parts, state, self._useful_slots(request))
         output = steps.verify(parts, state, block)
-        logits = process(parts, request, block, steps.penalised(state, block, output.logits), state.starts)
+        logits = process(parts, request, block, steps.penalised(parts, state, block, output.logits), state.starts)
         accepted = steps.accept(parts, block, logits, state.sampling, state.starts)
         state.commit(block, output, accepted)
         tokens, slots = block.tokens[0].tolist(), block.tokens.shape[1]

@@ -179,12 +179,12 @@ def verify(parts: Parts, rows: Rows, block: Block) -> TargetOutput:
     return parts.target.verify(block.tokens, rows.cache, block.tree)
 
 
-def penalised(rows: Rows, block: Block, logits: Tensor) -> Tensor:
+def penalised(parts: Parts, rows: Rows, block: Block, logits: Tensor) -> Tensor:
     """The logits [B, S, V] of a block with what the rows' texts take off them."""
     if rows.penalties is None:
         return logits
     sees = chain_visibility(block.tokens.shape[1], logits.device) if block.tree is None else block.tree.visibility
-    return rows.penalties.apply(logits, block.tokens, sees)
+    return rows.penalties.apply(parts.ops, logits, block.tokens, sees)
 
 
 def chain_visibility(slots: int, device: torch.device) -> Tensor:

@@ -135,6 +135,12 @@ class Base:
         numbers = [torch.randint(0, 2**62, (b,)), self.int32(2**31 - 1, b)]
         return [self.floats(b, s, v), torch.randint(0, v, (b, s)), parents, q, *law, *numbers, v]
 
+    def apply_penalties(self) -> list[Any]:
+        b, s, v = self.batch, self.slots, 20 + self.width
+        tables = [self.int32(1, b, v), self.int32(3, b, v), torch.randn(b, v)]
+        return [self.floats(b, s, v), torch.randint(-1, v, (b, s)), torch.randint(0, 2**s, (b, s)), *tables,
+                *(torch.rand(b) for _ in range(3))]  # fmt: skip
+
     def add_rms_norm(self) -> list[Any]:
         x = self.floats(self.slots, self.width)
         return [x, self.rng.choice([None, x.clone()]), self.floats(self.width), 1e-6, 0.0, True]

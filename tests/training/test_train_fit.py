@@ -73,11 +73,14 @@ def test_the_command_learns_and_the_result_drafts(
 
 
 def torchrun(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """One more try where the processes do not end: seen once in forty runs, after their work was done."""
+    """One more try where gloo's threads hang or abort as the processes end: each was seen once in a hundred runs."""
     try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     except subprocess.TimeoutExpired:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        found = None
+    if found is None or (found.returncode != 0 and "SIGABRT" in found.stderr):
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return found
 
 
 @pytest.mark.slow
@@ -88,7 +91,7 @@ def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_pat
     for steps in ("8", "8"):
         more = arguments(made, tmp_path, "--max-steps", steps, "--save-every", "3")
         found = torchrun([*launch, *more], environment)
-        assert found.returncode == 0, found.stderr[-2000:]
+        assert found.returncode == 0, found.stderr
         assert found.stdout.count("wrote the drafter") == 1
     rows = log(tmp_path)
     assert [row["step"] for row in rows] == [2, 4, 6, 8]  # the second run goes on from step 6 and writes 8 anew

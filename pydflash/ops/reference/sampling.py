@@ -94,6 +94,30 @@ def reject_sample(
     return index, accepted, bonus
 
 
+def apply_penalties(
+    logits: Tensor,
+    tokens: Tensor,
+    visibility: Tensor,
+    in_prompt: Tensor,
+    counts: Tensor,
+    bias: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """What each slot's text takes off its logits; see `pydflash.ops.apply_penalties`."""
+    slots, x = torch.arange(tokens.shape[1], device=tokens.device), widened(logits)
+    real = (tokens >= 0) & (tokens < logits.shape[-1]) & (slots > 0)
+    on_path = ((visibility[:, :, None] >> slots) & 1) * real[:, None]  # [B, S, S]
+    ids = tokens.clamp(0, logits.shape[-1] - 1)[:, None].expand_as(on_path)
+    held = counts[:, None].long().repeat(1, len(slots), 1).scatter_add(2, ids, on_path)
+    present = held > 0
+    factor = torch.where((in_prompt != 0)[:, None] | present, repetition[:, None, None].to(x), 1.0)
+    x = torch.where(x < 0, x * factor, x / factor)
+    x = x - presence[:, None, None].to(x) * present - frequency[:, None, None].to(x) * held + bias[:, None].to(x)
+    return x.float() if logits.dtype != torch.float64 else x
+
+
 def _draft_row(draft_probs: tuple[Tensor, Tensor] | Tensor, b: int, slot: int, like: Tensor) -> Tensor:
     if isinstance(draft_probs, Tensor):
         return draft_probs[b : b + 1, slot, : like.shape[-1]].to(like)
