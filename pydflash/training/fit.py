@@ -215,8 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{len(records):,} records, {parameters / 1e6:.1f} M parameters, up to {trainer.total:,} steps")
     trainer.fit()
     say(f"wrote the drafter, log.jsonl and curves.png to {arguments.out}")
-    if trainer.world > 1:
-        trainer.accelerator.end_training()  # threads of the process group must not outlive what they use
+    trainer.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -417,3 +418,14 @@ class Trainer:
             plot_training(self.history, self.config.out / "curves.png")
         self.accelerator.wait_for_everyone()
         return drafter
+
+    def close(self) -> None:
+        """End the process group of several processes; nothing can be trained afterwards.
+
+        What holds the group goes first: where torch's DDP lets go of it last, it waits for a thread that needs the GIL.
+        """
+        del self.module
+        self.accelerator.free_memory()
+        gc.collect()
+        if self.world > 1:
+            self.accelerator.end_training()

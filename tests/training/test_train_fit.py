@@ -72,17 +72,6 @@ def test_the_command_learns_and_the_result_drafts(
     assert model.generate(prompt, 20).token_ids == plain.generate(prompt, 20).token_ids
 
 
-def torchrun(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """One more try where gloo's threads hang or abort as the processes end: each was seen once in a hundred runs."""
-    try:
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    except subprocess.TimeoutExpired:
-        found = None
-    if found is None or (found.returncode != 0 and "SIGABRT" in found.stderr):
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    return found
-
-
 @pytest.mark.slow
 def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_path: Path) -> None:
     """Both ranks see half of each batch; one writes. A stopped run goes on under the same command."""
@@ -90,7 +79,7 @@ def test_two_processes_share_the_work_and_agree(made: tuple[Path, Path], tmp_pat
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pydflash"]
     for steps in ("8", "8"):
         more = arguments(made, tmp_path, "--max-steps", steps, "--save-every", "3")
-        found = torchrun([*launch, *more], environment)
+        found = subprocess.run([*launch, *more], env=environment, capture_output=True, text=True, timeout=300)
         assert found.returncode == 0, found.stderr
         assert found.stdout.count("wrote the drafter") == 1
     rows = log(tmp_path)
