@@ -116,6 +116,19 @@ def gpu_batches() -> str:
     return _table(head, rows) + _caption("gpu_round", "bench/gpu_round.py", found["machine"], "the same shapes")
 
 
+def gpu_laws() -> str:
+    """What penalties and log-probabilities add to a round."""
+    found = _read("gpu_laws")
+    names = {"v1 b16 walk": "DFlash, block 16", "v2 b8 walk": "DFlash 2, block 8", "v2 b8 tree": "DFlash 2, tree of 31"}
+    rows = [
+        [names[f"{row['drafter']} {row['path']}"], f"{row['round_ms']:.2f}"]
+        + [f"{100 * (row[f'{way}_ratio'] - 1):.1f} %" for way in ("penalties", "logprobs", "both")]
+        for row in found["rows"]
+    ]
+    head = ("ms", "a round", "penalties and biases", "5 log-probabilities a token", "both")
+    return _table(head, rows) + _caption("gpu_laws", "bench/gpu_laws.py", found["machine"], "context 512, batch 1")
+
+
 def gpu_answers() -> str:
     """Whole answers on a GPU."""
     found = _read("gpu_bench")
@@ -374,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results": results,
     "gpu-round": gpu_round,
     "gpu-batches": gpu_batches,
+    "gpu-laws": gpu_laws,
     "gpu-answers": gpu_answers,
     "gpu-linear": gpu_linear,
     "gpu-sampling": gpu_sampling,
