@@ -52,7 +52,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        home = importlib.import_module(f".{_HOMES[name]}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        said = f"pydflash.{name} needs torch: pip install torch (pydflash.export runs exported models without)"
+        raise ModuleNotFoundError(said, name="torch") from None
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

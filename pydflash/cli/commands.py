@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from .info import show_info
-from .packages import missing_module, needs, require
+from .packages import lacking, missing_module, needs, require
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             raise
         missing = missing_module(error)
-        message = str(error) if missing is None else needs(command, [missing])
+        message = str(error) if missing is None else needs(command, lacking(command, missing) or [missing])
         print(f"pydflash: error: {' '.join(message.split())}", file=sys.stderr)
         return 2
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 
-# How to get a module that an installation may lack; `pip install pydflash` brings torch to rich.
+_DEPENDENCIES = ("torch", "transformers", "safetensors", "huggingface_hub", "numpy", "rich")
+# How to get a module that an installation may lack.
 _INSTALL = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "safetensors": "safetensors",
-    "huggingface_hub": "huggingface_hub",
-    "numpy": "numpy",
-    "rich": "rich",
+    **{name: name for name in _DEPENDENCIES},
     "tokenizers": "tokenizers",
     "gguf": "'pydflash[demo]'",
     "accelerate": "'pydflash[train]'",
@@ -27,6 +24,7 @@ _BY_COMMAND: dict[str, tuple[str, ...]] = {
     "generate": ("torch", "transformers"),
     "demo": ("torch", "transformers", "rich"),
     "bench": ("torch", "transformers", "rich"),
+    "calibrate": ("torch", "transformers", "rich"),
     "train data": ("torch", "transformers", "rich"),
     "train fit": ("torch", "transformers", "rich", "accelerate", "matplotlib"),
     "train toy": ("torch", "transformers", "rich", "accelerate", "matplotlib", "tokenizers"),
@@ -41,15 +39,33 @@ def require(command: str, *modules: str) -> None:
 
     Raises: ImportError that names all that is missing and what to install.
     """
-    missing = [name for name in (*_BY_COMMAND.get(command, ()), *modules) if not _is_there(name)]
-    if missing:
+    if missing := lacking(command, *modules):
         raise ImportError(needs(command, missing))
+
+
+def lacking(command: str, *modules: str) -> list[str]:
+    """Which of the modules of a command, and of `modules`, are not there."""
+    wanted = dict.fromkeys((*_BY_COMMAND.get(command, ()), *modules))
+    return [name for name in wanted if not _is_there(name)]
 
 
 def needs(command: str, modules: Sequence[str]) -> str:
     """The message about missing modules."""
+    text = f"`pydflash {command}` needs {', '.join(modules)}"
     install = dict.fromkeys(_INSTALL.get(name, name) for name in modules)
-    return f"`pydflash {command}` needs {', '.join(modules)}: pip install {' '.join(install)}"
+    if "torch" in modules and _is_pure():
+        more = [name for name in install if name not in _DEPENDENCIES]
+        package = [] if any("pydflash[" in name for name in more) else ["pydflash"]
+        return f"{text}, which the pure wheel leaves out: install {' '.join(package + more)} without PYDFLASH_PURE"
+    return f"{text}: pip install {' '.join(install)}"
+
+
+def _is_pure() -> bool:
+    """Whether this is the wheel without compiled ops, which PYDFLASH_PURE=1 makes."""
+    try:
+        return "cpu" in importlib.import_module("pydflash._build_info").NOT_BUILT
+    except ModuleNotFoundError:  # the source tree
+        return False
 
 
 def missing_module(error: BaseException) -> str | None:

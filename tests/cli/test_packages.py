@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from pydflash import ops
 from pydflash.checkpoints import smollm2
-from pydflash.cli import packages
+from pydflash.cli import info, packages
 from pydflash.cli.commands import main
+from pydflash.ops import backends
 
 BLOCK = """
 import sys
@@ -41,6 +47,7 @@ def run_without(names: list[str], *argv: str) -> tuple[int, str, str]:
         ("torch", ["train", "fit", "t", "--data", "r", "--out", "o"], "`pydflash train fit` needs torch"),
         ("rich", ["demo"], "`pydflash demo` needs rich: pip install rich"),
         ("rich", ["bench", "t", "--drafter", "d", "--prompts", "p"], "`pydflash bench` needs rich: pip install rich"),
+        ("rich", ["calibrate", "t", "--drafter", "d", "--prompts", "p"], "`pydflash calibrate` needs rich: pip"),
         ("rich", ["train", "toy"], "`pydflash train toy` needs rich: pip install rich"),
         ("accelerate", ["train", "toy"], "`pydflash train toy` needs accelerate: pip install 'pydflash[train]'"),
         ("onnx_ir", ["export", "d", "-o", "x"], "`pydflash export` needs onnx_ir: pip install 'pydflash[onnx]'"),
@@ -71,6 +78,51 @@ def test_info_needs_neither_torch_nor_rich() -> None:
 def test_all_that_is_missing_is_named_together() -> None:
     message = packages.needs("train fit", ["accelerate", "matplotlib", "rich"])
     assert message == "`pydflash train fit` needs accelerate, matplotlib, rich: pip install 'pydflash[train]' rich"
+
+
+def test_a_parser_that_needs_torch_names_the_rest_too() -> None:
+    code, _, err = run_without(["torch", "transformers"], "train", "data")
+    want = "`pydflash train data` needs torch, transformers: pip install torch transformers"
+    assert (code, err) == (2, f"pydflash: error: {want}\n")
+
+
+def pure(monkeypatch: pytest.MonkeyPatch) -> str:
+    """As if this was the pure wheel: the reason that its build leaves, read from pyproject.toml."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (template,) = re.findall(r"^template = '''\n(.*?)'''", text, re.MULTILINE | re.DOTALL)
+    module = types.ModuleType("pydflash._build_info")
+    module.__spec__ = importlib.machinery.ModuleSpec("pydflash._build_info", None)
+    exec(template, module.__dict__)
+    monkeypatch.setitem(sys.modules, "pydflash._build_info", module)
+    return module.NOT_BUILT["cpu"]
+
+
+def test_commands_of_a_pure_wheel_say_how_to_install_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pure(monkeypatch)
+    tail = ", which the pure wheel leaves out: install"
+    assert packages.needs("demo", ["torch", "rich"]) == (
+        f"`pydflash demo` needs torch, rich{tail} pydflash without PYDFLASH_PURE"
+    )
+    assert packages.needs("train fit", ["torch", "accelerate", "matplotlib", "pyarrow"]) == (
+        f"`pydflash train fit` needs torch, accelerate, matplotlib, pyarrow{tail} 'pydflash[train]' pyarrow without "
+        "PYDFLASH_PURE"
+    )
+    assert packages.needs("demo", ["rich"]) == "`pydflash demo` needs rich: pip install rich"
+
+
+def test_ops_and_info_of_a_pure_wheel_say_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = pure(monkeypatch)
+    monkeypatch.setattr(backends, "_loaded", {})
+    monkeypatch.setitem(sys.modules, "pydflash._cpu", None)
+    monkeypatch.setattr(info, "_is_built", lambda name: False)
+    x = torch.ones(1, 2, 4)
+    with pytest.raises(RuntimeError) as caught:
+        ops.block_conv(x, torch.ones(2, 4), torch.zeros(1, 2, 2, 1))
+    assert str(caught.value) == f"block_conv: the cpu backend is not usable: {reason}"
+    assert "without PYDFLASH_PURE" in reason
+    assert info.collect_info()["backends"]["cpu"] == {
+        "built": False, "usable": False, "description": None, "reason": reason
+    }  # fmt: skip
 
 
 def test_the_demo_names_its_extra(
