@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .ops import backends
+from .progress import step
 from .protocols import (
     ChecksTarget,
     ChoosesOps,
@@ -173,6 +174,7 @@ def assemble(
     return HostLoop(parts), {"target": "generic" if reason is None else f"generic ({reason})", "round": HOST_ROUNDS}
 
 
+@step("preparing the target")
 def _in_place(
     target: TargetLike, parts: Parts, quantize: str | None, form: str, on_device: bool
 ) -> tuple[Loop, dict[str, str]]:

@@ -30,6 +30,10 @@ DEFAULT_TOKENS = _NotGiven(256)
 MOST_LOGPROBS = 20
 
 # Names that people bring along, and what to write here.
+_NAMED = (  # parameters of `Speculator.generate` and `stream`
+    *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "stop_strings"),
+    *("logits_processor", "return_proposals"),
+)
 HINTS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -130,6 +134,14 @@ class Options:
                 hint = f"; use {HINTS[name]}" if name in HINTS else ""
                 raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
         return cls(**{name: value for name, value in given.items() if name in names}, config_keys=keys)
+
+    @classmethod
+    def of_call(cls, method: str, given: Mapping[str, Any]) -> Options:
+        """Options among the arguments of a `Speculator`'s method; `options` has those that it does not name."""
+        values = {name: given[name] for name in _NAMED if name in given} | given["options"]
+        if hasattr(values["max_new_tokens"], "to_diff_dict"):  # transformers' second argument
+            values["generation_config"], values["max_new_tokens"] = values["max_new_tokens"], DEFAULT_TOKENS
+        return cls.of(method, **values)
 
     def rows(self, count: int) -> list[Options]:
         """The options of each of `count` prompts: numbers and configs may be lists of one for each prompt.

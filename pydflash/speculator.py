@@ -15,6 +15,7 @@ from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, sh
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
 from .ops import backends
 from .options import DEFAULT_TOKENS, LogitsProcessor, MoreOptions, Options, resolve
+from .progress import advance, shown, step
 from .protocols import DrafterLike, ModelTarget, Refreshable, TargetLike, offers
 from .request import Request, Stream, generation, run
 from .rounds.paths import PATHS, Paths
@@ -118,6 +119,7 @@ class Speculator:
         self._set_loop(paths, target_path, quantize)
 
     @classmethod
+    @shown(None)
     def from_pretrained(
         cls,
         target: str | Path,
@@ -225,6 +227,15 @@ class Speculator:
         """End the use of the target; the model itself is left as it was given."""
         self.target.close()
 
+    if not TYPE_CHECKING:  # a type checker would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what is not there: transformers looks for these on what it takes for a model of its own."""
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("config", "generation_config", "device", "can_generate"):
+                said += "; it is no model for transformers' pipeline or assistant_model: call its generate or stream"
+            raise AttributeError(said, name=name, obj=self)
+
     def __enter__(self) -> Speculator:
         return self
 
@@ -250,6 +261,7 @@ class Speculator:
         n: int = 1,
         streamer: Any = None,
         return_errors: bool = False,
+        progress: bool | None = False,
         **options: Unpack[MoreOptions],
     ) -> Any:
         """Generate for one prompt, or for each of a list.
@@ -270,13 +282,15 @@ class Speculator:
             n: Texts for each prompt, the i-th with seed + i; then the result is a list for each prompt.
             streamer: With transformers' `put` and `end`, for one prompt: gets the prompt's ids, then new ones.
             return_errors: For a list: a prompt that cannot run gives its ValueError instead of ending the call.
+            progress: Whether a bar on stderr counts a list's texts that are done, and a long prompt's tokens; None
+                does so where stderr is a terminal.
             options: See `pydflash.options.Options`; keys of a `GenerationConfig` too.
 
         Returns: a `Generation`, or a list of them for a list of prompts.
 
         Raises: ValueError naming the argument, what is allowed and what came; TypeError for an unknown one.
         """
-        given = self._options("generate", locals())
+        given = Options.of_call("generate", locals())
         prompts, many = split_prompts(prompt, return_errors)
         if not is_integer(n) or n < 1:
             raise ValueError(f"n: must be an integer >= 1, got {n!r}")
@@ -291,7 +305,8 @@ class Speculator:
                     if not (many and return_errors):
                         raise
                     requests.append(error)
-        self._run([request for request in requests if isinstance(request, Request)], streamer)
+        with shown(progress):
+            self._run([request for request in requests if isinstance(request, Request)], streamer)
         found = [request if isinstance(request, ValueError) else generation(request) for request in requests]
         results = found if n == 1 else [found[i : i + n] for i in range(0, len(found), n)]
         return results if many else results[0]
@@ -315,29 +330,25 @@ class Speculator:
 
         `async for` takes the same stream, whose rounds then run in a thread.
         """
-        given = self._options("stream", locals())
+        given = Options.of_call("stream", locals())
         prompts, many = split_prompts(prompt)
         if many:
             raise ValueError(f"stream: prompt must be a single one, got a list of {len(prompts)}")
         (row_seed,) = row_seeds(seed, 1)
         return Stream(self._request(prompts[0], row_seed, *given.rows(1)), self.loop)
 
-    def _options(self, method: str, given: dict[str, Any]) -> Options:
-        """The options among a method's arguments."""
-        names = [name for name in _NAMED if name in given]
-        values = {name: given[name] for name in names} | given["options"]
-        if hasattr(values["max_new_tokens"], "to_diff_dict"):  # transformers' second argument
-            values["generation_config"], values["max_new_tokens"] = values["max_new_tokens"], DEFAULT_TOKENS
-        return Options.of(method, **values)
-
     def _run(self, requests: Sequence[Request], streamer: Any) -> None:
         size = self.loop.most_rows
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].ids]))
-        for i in range(0, len(requests), size):
-            for chunks in run(self.loop, requests[i : i + size]):
-                if streamer is not None:
-                    streamer.put(torch.tensor(chunks[0].token_ids))
+        with step("texts", len(requests), least=2):
+            for i in range(0, len(requests), size):
+                rows, done = requests[i : i + size], 0
+                for chunks in run(self.loop, rows):
+                    done, before = sum(request.finished for request in rows), done
+                    advance("texts", done - before)
+                    if streamer is not None:
+                        streamer.put(torch.tensor(chunks[0].token_ids))
         if streamer is not None:
             streamer.end()
 
@@ -374,19 +385,6 @@ class Speculator:
             logit_bias=found.logit_bias,
             logprobs=found.logprobs,
         )
-
-
-_NAMED = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop_token_ids",
-    "stop_strings",
-    "logits_processor",
-    "return_proposals",
-)
 
 
 def _shifted(seed: int, i: int) -> int:

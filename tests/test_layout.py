@@ -12,10 +12,11 @@ import source_graph
 from source_graph import PACKAGE, ROOT, borrowed, edges_of, graph, inner, knots, modules, owned, room, within
 
 # What a room imports of the package, itself aside; also inside functions. A file beside the rooms is one of its own.
-BASE = {"ops", "decoder", "checkpoints", "tree", "sampling", "stats", "text", "request", "protocols"}
+BASE = {"ops", "decoder", "checkpoints", "tree", "sampling", "stats", "text", "request", "protocols", "progress"}
 ROOMS: dict[str, set[str]] = {
     "ops": set(),
-    "checkpoints": set(),
+    "progress": set(),
+    "checkpoints": {"progress"},
     "tree": set(),
     "sampling": set(),
     "stats": set(),
@@ -23,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "decoder": {"ops"},
     "protocols": {"decoder", "tree", "sampling", "stats"},
     "request": {"sampling", "stats", "text", "protocols"},
-    "target": {"decoder", "checkpoints", "ops", "tree", "protocols", "sampling"},
+    "target": {"decoder", "checkpoints", "ops", "tree", "protocols", "sampling", "progress"},
     "drafter": {"decoder", "checkpoints", "ops", "protocols"},
     "rounds": BASE - {"checkpoints"},
     "export": {"drafter", "checkpoints", "ops", "protocols"},
@@ -58,7 +59,7 @@ APART = (
 TRANSFORMERS = ("target", "training.toy", "training.toy_target")
 HEAVY = {"torch", "transformers", "numpy", "rich"}
 LIGHT = (
-    *("__init__", "__main__", "stats", "protocols", "cli", "cli.commands", "cli.threads", "ops.backends"),
+    *("__init__", "__main__", "stats", "protocols", "progress", "cli", "cli.commands", "cli.threads", "ops.backends"),
     *CONFIG,
 )
 NEEDED_WITHOUT_TORCH = {

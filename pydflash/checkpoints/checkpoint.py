@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..progress import advance, step
 from .config import LAYOUTS, DrafterConfig
 from .files import (
     MASK_EMBEDDING,
@@ -129,10 +130,12 @@ def load_checkpoint(
     specs.pop("t2d", None)
     _check_specs("load_checkpoint", str(folder), config, specs)
     _check_plain("load_checkpoint", str(folder), own)
-    for origin, tensor in read_tensors(folder, headers):
-        names = parts[origin]
-        pieces = [tensor] if len(names) == 1 else tensor.split([specs[name].shape[0] for name in names])
-        own |= dict(zip(names, pieces, strict=True))
+    with step("reading the drafter", len(headers)):
+        for origin, tensor in read_tensors(folder, headers):
+            names = parts[origin]
+            pieces = [tensor] if len(names) == 1 else tensor.split([specs[name].shape[0] for name in names])
+            own |= dict(zip(names, pieces, strict=True))
+            advance("reading the drafter", 1)
     t2d = own.pop("t2d", None)
     if "d2t" in own and config.draft_vocab_size == config.vocab_size and not own["d2t"].any():
         del own["d2t"]  # the identity

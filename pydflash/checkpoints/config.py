@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .keys import LAYER_TYPES, MOST_LAYERS, VERSION_2_KEYS
 from .layouts import read_config, write_speculators, write_zlab
@@ -164,6 +164,18 @@ class DrafterConfig:
         if self.draft_vocab_size != self.vocab_size:
             expected = f"vocab_size {self.vocab_size} (the selector's codebooks are indexed by target ids)"
             fail("draft_vocab_size", expected, self.draft_vocab_size)
+
+    if not TYPE_CHECKING:  # a type checker would take any name then
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what is not there: transformers asks for this where a drafter is an assistant_model."""
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name == "get_text_config":
+                said += (
+                    "; a pydflash drafter is no assistant_model or model for transformers: use "
+                    "pydflash.Speculator(model, drafter).generate(...)"
+                )
+            raise AttributeError(said, name=name, obj=self)
 
     @property
     def num_candidates(self) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from .. import __version__, progress
 from .info import show_info
 from .packages import lacking, missing_module, needs, require
 
@@ -236,15 +234,6 @@ def _run_heavy(name: str) -> Any:
     return run
 
 
-def status(text: str) -> AbstractContextManager[object]:
-    """A line on stderr while something takes long, where a person sees it."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
-
-
 def torch_dtype(name: str | None) -> torch.dtype | None:
     """The torch dtype of a ``--dtype`` value; None, the checkpoint's own, stays None."""
     import torch
@@ -307,7 +296,9 @@ def check_device(device: str | None) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    _check_generate(arguments)
+    with progress.shown(None), progress.step("starting"):
+        _check_generate(arguments)
+        from ..speculator import Speculator
     arguments.target = _ready(arguments.target)
     check_sources(TARGET=arguments.target, drafter=arguments.drafter)
     svg, show = arguments.tree_svg, arguments.show_tree or arguments.tree_svg is not None
@@ -315,20 +306,17 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tree-svg: the folder of FILE must exist, got {svg!r}")
     path = arguments.path or ("tree" if show or arguments.num_nodes is not None else "walk")
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    from ..speculator import Speculator
-
     drafts: dict[str, Any] = {"block_size": arguments.block_size, "path": path, "num_nodes": arguments.num_nodes}
-    with status(f"loading {arguments.target}"):
-        spec = Speculator.from_pretrained(
-            arguments.target,
-            arguments.drafter,
-            device=arguments.device,
-            dtype=torch_dtype(arguments.dtype),
-            backend=arguments.backend,
-            **(drafts if arguments.settings is None else {"settings": arguments.settings}),
-            target_path=arguments.target_path,
-            quantize=arguments.quantize,
-        )
+    spec = Speculator.from_pretrained(
+        arguments.target,
+        arguments.drafter,
+        device=arguments.device,
+        dtype=torch_dtype(arguments.dtype),
+        backend=arguments.backend,
+        **(drafts if arguments.settings is None else {"settings": arguments.settings}),
+        target_path=arguments.target_path,
+        quantize=arguments.quantize,
+    )
     chat = prompt
     if arguments.system is not None:
         chat = [{"role": "system", "content": arguments.system}, {"role": "user", "content": prompt}]
@@ -346,8 +334,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     code = 0
     try:
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
+        with progress.shown(None):
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
     except KeyboardInterrupt:
         code = 130
     print(flush=True)

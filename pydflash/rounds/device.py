@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import backends
+from ..progress import LONG_PROMPT, step
 from ..protocols import RowDrafter, RowTarget
 from ..request import Request, RoundResult
 from . import round as steps
@@ -120,7 +121,8 @@ class DeviceBatch:
         pieces = ", in pieces (processors)" if rounds.pieces else ""
         request.stats.backends["round"] = rounds.how + pieces
         begin = time.perf_counter()
-        with rounds.parts.turns, torch.inference_mode(), rounds.on_device():
+        long = step("prompt", len(request.ids), LONG_PROMPT)
+        with rounds.parts.turns, torch.inference_mode(), rounds.on_device(), long:
             token = self._prefill(row, request)
         self._requests[row], self._first[row] = request, rounds.launched
         request.stats.prefill_seconds = time.perf_counter() - begin

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ..progress import LONG_PROMPT, step
 from ..request import Request, RoundResult
 from ..stats import TokenLogprob
 from . import round as steps
@@ -48,7 +49,7 @@ class HostBatch:
             raise ValueError(f"admit: request must take at most {self.positions} positions, got {request.positions}")
         parts, target, ids = self.parts, self.parts.target, request.ids
         begin = time.perf_counter()
-        with parts.turns, torch.inference_mode():
+        with parts.turns, torch.inference_mode(), step("prompt", len(ids), LONG_PROMPT):
             starts = torch.full((1,), len(ids) - 1, dtype=torch.int32, device=target.device)
             cache = target.new_cache(1, request.positions + parts.paths.rows)
             prompt = torch.tensor([ids], device=target.device)

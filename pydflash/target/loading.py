@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..checkpoints.sources import refuse_drafter, target_source
 from ..checkpoints.values import cut
+from ..progress import step
 
 # Keywords of `from_pretrained` that say where the files are, so that the config is read from the same place.
 _HUB_ARGUMENTS = (
@@ -48,7 +50,9 @@ def load_model(
     remote = remote if kwargs["trust_remote_code"] else {}
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and auto.__name__ not in remote:
         auto = transformers.AutoModelForImageTextToText
-    model = auto.from_pretrained(source, config=config, dtype=dtype or "auto", **kwargs)
+    theirs = transformers.utils.logging.is_progress_bar_enabled()
+    with nullcontext() if theirs else step("loading the target"):
+        model = auto.from_pretrained(source, config=config, dtype=dtype or "auto", **kwargs)
     placed = getattr(model, "is_quantized", False) and device is None and model.device.type != "cpu"
     if kwargs.get("device_map") is None and not placed:
         try:

@@ -22,6 +22,7 @@ from ..decoder.block import BlockView, block_masks
 from ..decoder.fingerprints import Fingerprint
 from ..decoder.stores import Cache, KVCache
 from ..ops import HALF
+from ..progress import advance
 from ..protocols import ModelTarget, TargetOutput
 from ..tree import Tree
 from .probe import PROBE_TOKENS, rollback_fault, tree_fault
@@ -156,6 +157,7 @@ class OwnTarget:
             output = self._forward(part, positions, _Step(cache, row, start), last_only=True)
             start += part.shape[1]
             cache.lengths[row] = start
+            advance("prompt", part.shape[1], after=output.logits)
             yield output
 
     def verify(self, tokens: Tensor, cache: Cache, tree: Tree | None = None) -> TargetOutput:
