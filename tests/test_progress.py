@@ -29,6 +29,11 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.texts: list[str] = []
+        self.displays = 0
+
+    def display(self) -> Recorder:
+        self.displays += 1
+        return self
 
     def add_task(self, text: str, total: int | None) -> int:
         assert total is None
@@ -55,7 +60,7 @@ class Recorder:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(progress, "_display", lambda: recorder)
+    monkeypatch.setattr(progress, "_display", recorder.display)
     return recorder
 
 
@@ -102,7 +107,7 @@ def test_a_long_prompt_counts_its_tokens(path: str, seen: Recorder, monkeypatch:
     spec = Speculator(TINY["llama"](max_position_embeddings=4096), None, target_path=path)
     long = [t % 90 for t in range(1200)]
     spec.generate([long, long[:999]], 3, progress=True, temperature=0.0, stop_token_ids=[])
-    assert seen.events.count(("add", "prompt")) == 1 == seen.events.count(("open",))
+    assert seen.events.count(("add", "prompt")) == 1 == seen.events.count(("open",)) == seen.displays
     assert seen.counted("prompt") == ([] if path == "generic" else [512, 512, 176])
     assert sum(seen.counted("texts")) == 2
     with progress.shown():
