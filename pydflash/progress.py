@@ -29,7 +29,8 @@ _inner: ContextVar[_Step | None] = ContextVar("_inner", default=None)
 def shown(wanted: bool | None = True) -> Iterator[None]:
     """Inside the block, long steps are shown or not; None is as outside, and there where stderr is a terminal.
 
-    >>> with pydflash.progress.shown():
+    >>> from pydflash import progress
+    >>> with progress.shown():
     ...     for chunk in spec.stream(long_text):
     ...         print(chunk.text, end="", flush=True)
     """
