@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -133,8 +135,8 @@ def assemble(
 
     The target runs fused or in its own layers with attention in place ("auto": the first of the two that can, on a CPU
     fused alone), else generic. Rounds run on the device, many rows at once, where the target is one of the first two,
-    the drafter can, and the device is a GPU or "fused" or "own" was asked for; else by the host, row after row. Several
-    rows run on a CPU together where its layers are fused and there is no drafter.
+    the drafter can, and the device is a GPU or "fused" or "own" was asked for; else by the host, a sequence at a time.
+    Of those, several run together on a CPU where they can and that is faster: the line "lists" says whether and why.
     Raises: ValueError where options and target do not go together.
     """
     if target_path not in (*TARGET_PATHS, "fast"):
@@ -169,9 +171,8 @@ def assemble(
             reason = str(error)
     if parts.paths.path == "tree":
         target.check_trees()
-    from .rounds.host import HostLoop
-
-    return HostLoop(parts), {"target": "generic" if reason is None else f"generic ({reason})", "round": HOST_ROUNDS}
+    loop, lines = _by_host(parts, partial(_generic_rows, target, drafter, parts.backend))
+    return loop, {"target": "generic" if reason is None else f"generic ({reason})", **lines}
 
 
 @step("preparing the target")
@@ -186,16 +187,42 @@ def _in_place(
 
         placed = in_place(cast("ModelTarget", target), quantize, form)
         parts, text = replace(parts, target=placed), placed.description
-    from .rounds.device import DeviceLoop
-
     if on_device:
+        from .rounds.device import DeviceLoop
+
         return DeviceLoop(parts), {"target": text}
-    from .rounds.by_rows import LoopByRows
+    loop, lines = _by_host(parts, lambda: cast("RowTarget", parts.target))
+    return loop, {"target": text, **lines}
+
+
+def _by_host(parts: Parts, rows: Callable[[], RowTarget]) -> tuple[Loop, dict[str, str]]:
+    """The host's loop, and for several sequences the device's on the target that `rows` gives, where that is faster.
+
+    rows: Raises ValueError where sequences cannot run together.
+    """
+    from .rounds.by_rows import LoopByRows, apart_reason
     from .rounds.host import HostLoop
 
-    loop, lines = HostLoop(parts), {"target": text, "round": HOST_ROUNDS}
-    # With drafts a batch's rows were no faster together than one after the other: a block fills the cores already.
-    return (loop if parts.drafter is not None else LoopByRows(loop, DeviceLoop(parts))), lines
+    loop, reason = HostLoop(parts), apart_reason(parts)
+    if reason is None:
+        try:
+            several = LoopByRows(loop, rows())
+        except ValueError as error:
+            reason = str(error)
+        else:
+            return several, {"round": HOST_ROUNDS, "lists": "together"}
+    return loop, {"round": HOST_ROUNDS, "lists": f"one after the other ({reason})"}
+
+
+def _generic_rows(target: TargetLike, drafter: DrafterLike | None, backend: str) -> RowTarget:
+    """A generic target that runs several sequences together. Raises: ValueError where they cannot."""
+    if (reason := _generic_reason(target, drafter, backend)) is not None:
+        raise ValueError(reason)
+    if offers(target, RowTarget):
+        return cast("RowTarget", target)
+    from .target.rows import GenericRows
+
+    return GenericRows(cast("ModelTarget", target))
 
 
 def _generic_reason(target: TargetLike, drafter: DrafterLike | None, backend: str) -> str | None:

@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from ..ops import backends
+from ..protocols import RowTarget
 from ..request import Batch
 from .device import DeviceLoop
 from .host import HostLoop
+from .round import Parts
+
+
+def apart_reason(parts: Parts) -> str | None:
+    """Why several sequences that the host runs do so one after the other, or None where they are faster together.
+
+    On a GPU rounds that run together are not the host's. On a CPU, without drafts a forward takes the time of reading the weights, which all rows share. A block of drafts keeps vector
+    units busy by itself; AMX tiles, which take bfloat16, have room for the blocks of several rows.
+    """
+    if parts.target.device.type != "cpu":
+        return f"batches on {parts.target.device.type} need attention in place"
+    if parts.drafter is None:
+        return None
+    module = backends.load("cpu").module
+    level = "no kernels" if module is None else module.description()
+    if level == "amx" and parts.target.dtype is torch.bfloat16:
+        return None
+    name = str(parts.target.dtype).removeprefix("torch.")
+    return f"a block of drafts keeps a CPU busy by itself where it is not bfloat16 on AMX, got {name} on {level}"
 
 
 class LoopByRows:
-    """The host's loop for one row, the device's for more; both over the same parts, so a text is the same in both."""
+    """The host's loop for one row, the device's for more: a text is the same in both."""
 
-    def __init__(self, one: HostLoop, several: DeviceLoop) -> None:
-        self.one, self.several = one, several
-        self.most_rows, self.parts = several.most_rows, one.parts
+    most_rows = DeviceLoop.most_rows
+
+    def __init__(self, one: HostLoop, target: RowTarget) -> None:
+        """target: Runs the batches, in place of the one that `one` runs."""
+        self.one, self.parts = one, one.parts
+        self._target = target
+        self._several: DeviceLoop | None = None
+
+    @property
+    def several(self) -> DeviceLoop:
+        """Made for the first batch: a tree's size is measured there."""
+        with self.parts.turns:
+            if self._several is None:
+                # Paths of their own: the host chooses a tree's size in every round, this loop once.
+                paths = copy.copy(self.parts.paths)
+                self._several = DeviceLoop(replace(self.parts, target=self._target, paths=paths))
+            return self._several
 
     def open(self, rows: int, positions: int, **kinds: Any) -> Batch:
         """See `pydflash.request.Loop`."""
@@ -23,4 +62,5 @@ class LoopByRows:
 
     def refresh(self) -> None:
         """Forget buffers whose programs read copies of weights."""
-        self.several.refresh()
+        if self._several is not None:
+            self._several.refresh()

@@ -210,15 +210,14 @@ class DeviceRounds:
 
     def clear(self, row: int, sampling: SamplingTensors) -> None:
         """Make a row ready for a new sequence, which is not active before `activate`."""
+        self._empty(row)
+        self.rows.sampling.put(row, sampling)
+
+    def _empty(self, row: int) -> None:
         rows = self.rows
-        for lengths in (
-            rows.cache.lengths,
-            rows.counts,
-            rows.active,
-            *([] if rows.context is None else [rows.context.lengths]),
-        ):
-            lengths[row] = 0
-        rows.sampling.put(row, sampling)
+        contexts = [] if rows.context is None else [rows.context.lengths]
+        for numbers in (rows.cache.lengths, rows.counts, rows.active, *contexts):
+            numbers[row] = 0
 
     def activate(self, row: int, anchor: Tensor) -> None:
         """Begin rounds for a row whose prompt is committed; anchor: [1] its first new token."""
@@ -230,9 +229,9 @@ class DeviceRounds:
             rows.penalties.row(row).count(anchor[:, None])
 
     def retire(self, row: int) -> None:
-        """Leave a row out of the rounds to come."""
+        """Leave a row out of the rounds to come, in which it attends to nothing."""
         with torch.inference_mode(), self.on_device():
-            self.rows.active[row] = 0
+            self._empty(row)
 
     def abandon(self) -> None:
         """Forget the rounds under way."""

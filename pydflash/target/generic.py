@@ -57,7 +57,7 @@ class Target:
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.model.dtype
         self.max_length = self.facts.max_length
-        self._tree_masks: Callable[[int, Tree], Any] | None = None
+        self._tree_masks: Callable[[Tensor, Tensor, Tensor, int], Any] | None = None
         self._probe()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -207,9 +207,10 @@ class Target:
     ) -> TargetOutput:
         arguments: dict[str, Any] = {self.facts.cache_argument: cache.model_cache}
         start = cache.length
-        if tree is not None:
+        if tree is not None and self._tree_masks is not None:
+            lengths, columns = torch.tensor([start], device=self.device), start + tokens.shape[1]
             arguments["position_ids"] = start + tree.depths.long()
-            arguments["attention_mask"] = self._tree_masks(start, tree) if self._tree_masks else None
+            arguments["attention_mask"] = self._tree_masks(lengths, tree.depths, tree.visibility, columns)
         elif self.facts.takes_positions:
             arguments["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device)[None]
         if last_only and self.facts.takes_logits_to_keep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..protocols import BlockTarget
+from ..protocols import BlockTarget, RowTarget
 from ..tree import tree_of
 
 _PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # two branches with siblings; the path 0, 2, 5 leaves gaps
@@ -74,6 +74,36 @@ def tree_fault(target: BlockTarget, ids: Tensor) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return _distance(target, got, wanted)
+
+
+def rows_fault(target: RowTarget, ids: Tensor, expected: Tensor) -> str | None:
+    """Two rows of unequal length with a free one between them, over blocks of which they keep unequal parts: the logits
+    must be those of one forward over `ids`.
+
+    ids: [1, PROBE_TOKENS], expected: its logits [1, PROBE_TOKENS, V]. Returns: what is wrong, or None.
+    """
+    lengths, kept, size = {0: 3, 2: 6}, {0: 3, 2: 1}, 3
+    got, wanted = [], []
+    try:
+        cache = target.new_cache(3, ids.shape[1])
+        for row, length in lengths.items():
+            got += [output.logits[0] for output in target.prefill_chunks(ids[:, :length], cache, row)]
+            wanted.append(expected[0, length - 1 : length])
+        for _ in range(2):
+            block, index = ids[:, :size].repeat(3, 1), torch.full((3, size), -1, dtype=torch.int32)
+            for row, count in kept.items():
+                block[row, :count] = ids[0, lengths[row] : lengths[row] + count]
+                index[row, :count] = torch.arange(count, dtype=torch.int32)
+            logits = target.verify(block, cache).logits
+            target.append(cache, index.to(target.device))
+            for row, count in kept.items():
+                got.append(logits[row, :count])
+                wanted.append(expected[0, lengths[row] : lengths[row] + count])
+                lengths[row] += count
+                cache.lengths[row] += count
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return _distance(target, torch.cat(got), torch.cat(wanted))
 
 
 def _plain(target: BlockTarget, ids: Tensor) -> Tensor:

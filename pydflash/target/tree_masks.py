@@ -1,4 +1,4 @@
-"""A tree's visibility in the form in which a model of transformers takes it: a 4-D mask per kind of attention layer."""
+"""A block's visibility in the form in which transformers' models take it: a 4-D mask per kind of attention layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..tree import Tree
 
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -39,18 +37,23 @@ class TreeMasks:
             raise ValueError(f"{missing[0]} layers of unknown size")
         self._sizes = {kind: int(sizes[kind] or 0) for kind in dict.fromkeys(types)}
 
-    def build(self, start: int, tree: Tree) -> Tensor | dict[str, Tensor]:
-        """Additive masks [1, 1, S, start + S] for slots behind `start` committed positions.
+    def build(self, lengths: Tensor, depths: Tensor, visibility: Tensor, columns: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, S, columns] for a block behind each row's committed positions.
 
-        Windows and chunks count positions, so siblings are at the same distance from everything before them. A model
-        whose layers are all alike takes one mask, others a dict by kind.
+        Position p of a row lies in column p, its block in the S columns from `lengths` [B] int64 on, and nothing that
+        counts behind it. depths, visibility: [B or 1, S], as in `Tree`. Windows and chunks count positions, so siblings
+        are at the same distance from everything before them. A model whose layers are all alike takes one mask, others
+        a dict by kind.
         """
-        depths, visibility = tree.depths[0].long(), tree.visibility[0]
-        slots = torch.arange(len(depths), device=depths.device)
-        positions = torch.cat([torch.arange(start, device=depths.device), start + depths])
-        block = (visibility[:, None] >> slots & 1).bool()
-        seen = torch.cat([block.new_ones(len(depths), start), block], 1)
-        queries = positions[start:, None]
+        rows, slots = len(lengths), depths.shape[1]
+        places = torch.arange(slots, device=lengths.device)
+        at, queries = lengths[:, None] + places, lengths[:, None] + depths
+        block = (visibility[:, :, None] >> places & 1).bool().expand(rows, -1, -1)
+        order = torch.arange(columns, device=lengths.device).expand(rows, -1)
+        seen = (order < lengths[:, None])[:, None].repeat(1, slots, 1)
+        seen.scatter_(2, at[:, None].expand(-1, slots, -1), block)
+        positions = order.scatter(1, at, queries)[:, None]
+        queries = queries[:, :, None]
         masks = {}
         for kind, size in self._sizes.items():
             visible = seen
@@ -59,6 +62,6 @@ class TreeMasks:
             elif kind == "chunked_attention":
                 visible = seen & (queries // size == positions // size)
             lowest = torch.finfo(self._dtype).min
-            mask = torch.zeros(visible.shape, dtype=self._dtype, device=depths.device)
-            masks[kind] = mask.masked_fill_(~visible, lowest)[None, None]
+            mask = torch.zeros(visible.shape, dtype=self._dtype, device=lengths.device)
+            masks[kind] = mask.masked_fill_(~visible, lowest)[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
