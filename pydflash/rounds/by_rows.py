@@ -19,8 +19,9 @@ from .round import Parts
 def apart_reason(parts: Parts) -> str | None:
     """Why several sequences that the host runs do so one after the other, or None where they are faster together.
 
-    On a GPU rounds that run together are not the host's. On a CPU, without drafts a forward takes the time of reading the weights, which all rows share. A block of drafts keeps vector
-    units busy by itself; AMX tiles, which take bfloat16, have room for the blocks of several rows.
+    On a GPU rounds that run together are not the host's. On a CPU, without drafts, a forward takes the time of reading
+    the weights, which all rows share. A block of drafts keeps vector units busy by itself; AMX tiles, which take
+    bfloat16, have room for the blocks of several rows.
     """
     if parts.target.device.type != "cpu":
         return f"batches on {parts.target.device.type} need attention in place"

@@ -128,9 +128,8 @@ class GenericRows:
             self._refuse("a forward that takes position_ids", "none")
         if self.facts.rope_switch is not None:
             self._refuse("RoPE that does not change with the length", self.facts.rope)
-        if (
-            "llama_4_scaling_beta" in self.facts.rope
-        ):  # some releases count it by the cache, and only far positions tell
+        # Some releases count this scale by the cache, and only far positions would tell.
+        if "llama_4_scaling_beta" in self.facts.rope:
             self._refuse("attention that does not depend on the place in the cache", self.facts.rope)
         if (self.max_length or PROBE_TOKENS) < PROBE_TOKENS:
             self._refuse(f"a context of at least {PROBE_TOKENS} positions", self.max_length)
