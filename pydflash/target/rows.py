@@ -196,8 +196,11 @@ class GenericRows:
         cache.block = tree is not None
         if rows is None:
             return output
-        whole = [x if x is None else x.new_zeros(batch, *x.shape[1:]).index_copy_(0, rows, x) for x in output]
-        return TargetOutput(*whole)
+        logits, features = output
+        whole = logits.new_zeros(batch, *logits.shape[1:]).index_copy_(0, rows, logits)
+        if features is not None:
+            features = features.new_zeros(batch, *features.shape[1:]).index_copy_(0, rows, features)
+        return TargetOutput(whole, features)
 
     def append(self, cache: RowsCache, index: Tensor) -> None:
         """Keep the block's slots `index` [B, S] behind every row's committed positions; lengths are the caller's."""
