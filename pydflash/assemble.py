@@ -171,7 +171,7 @@ def assemble(
             reason = str(error)
     if parts.paths.path == "tree":
         target.check_trees()
-    loop, lines = _by_host(parts, partial(_generic_rows, target, drafter, parts.backend))
+    loop, lines = _by_host(parts, partial(_generic_rows, target, drafter, parts.backend), fused=False)
     return loop, {"target": "generic" if reason is None else f"generic ({reason})", **lines}
 
 
@@ -191,11 +191,11 @@ def _in_place(
         from .rounds.device import DeviceLoop
 
         return DeviceLoop(parts), {"target": text}
-    loop, lines = _by_host(parts, lambda: cast("RowTarget", parts.target))
+    loop, lines = _by_host(parts, lambda: cast("RowTarget", parts.target), fused=True)
     return loop, {"target": text, **lines}
 
 
-def _by_host(parts: Parts, rows: Callable[[], RowTarget]) -> tuple[Loop, dict[str, str]]:
+def _by_host(parts: Parts, rows: Callable[[], RowTarget], *, fused: bool) -> tuple[Loop, dict[str, str]]:
     """The host's loop, and for several sequences the device's on the target that `rows` gives, where that is faster.
 
     rows: Raises ValueError where sequences cannot run together.
@@ -203,7 +203,7 @@ def _by_host(parts: Parts, rows: Callable[[], RowTarget]) -> tuple[Loop, dict[st
     from .rounds.by_rows import LoopByRows, apart_reason
     from .rounds.host import HostLoop
 
-    loop, reason = HostLoop(parts), apart_reason(parts)
+    loop, reason = HostLoop(parts), apart_reason(parts, fused=fused)
     if reason is None:
         try:
             several = LoopByRows(loop, rows())

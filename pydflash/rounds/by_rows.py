@@ -16,16 +16,16 @@ from .host import HostLoop
 from .round import Parts
 
 
-def apart_reason(parts: Parts) -> str | None:
+def apart_reason(parts: Parts, *, fused: bool) -> str | None:
     """Why several sequences that the host runs do so one after the other, or None where they are faster together.
 
-    On a GPU rounds that run together are not the host's. On a CPU, without drafts, a forward takes the time of reading
-    the weights, which all rows share. A block of drafts keeps vector units busy by itself; AMX tiles, which take
-    bfloat16, have room for the blocks of several rows.
+    On a GPU rounds that run together are not the host's. On a CPU a forward without drafts takes the time of reading
+    the weights, which all rows share, and one through a model's own layers much time that does not grow with its rows.
+    In fused layers a block of drafts keeps vector units busy by itself; AMX tiles, which take bfloat16, have room.
     """
     if parts.target.device.type != "cpu":
         return f"batches on {parts.target.device.type} need attention in place"
-    if parts.drafter is None:
+    if parts.drafter is None or not fused:
         return None
     module = backends.load("cpu").module
     level = "no kernels" if module is None else module.description()

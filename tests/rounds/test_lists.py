@@ -35,7 +35,7 @@ FAMILIES = [name if name in QUICK else slow(name) for name in TINY if name not i
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists run together whether that is faster here or not."""
-    monkeypatch.setattr(by_rows, "apart_reason", lambda parts: None)
+    monkeypatch.setattr(by_rows, "apart_reason", lambda parts, fused: None)
 
 
 def forwards_of(model: Any, run: Any) -> list[list[int]]:
@@ -198,7 +198,7 @@ def test_a_copy_is_made_again_after_refresh_and_autocast() -> None:
 @pytest.mark.parametrize("level", ["amx", "avx512", "avx512_bf16", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_drafts_of_several_rows_pay_in_bfloat16_on_amx(
+def test_drafts_of_several_rows_pay_in_fused_layers_in_bfloat16_on_amx(
     drafts: bool, dtype: torch.dtype, level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = None if level is None else SimpleNamespace(description=lambda: level)
@@ -206,17 +206,28 @@ def test_drafts_of_several_rows_pay_in_bfloat16_on_amx(
     parts: Any = SimpleNamespace(
         drafter=object() if drafts else None, target=SimpleNamespace(dtype=dtype, device=torch.device("cpu"))
     )
-    reason = apart_reason(parts)
+    reason = apart_reason(parts, fused=True)
     assert (reason is None) == (not drafts or (dtype is torch.bfloat16 and level == "amx"))
+    assert apart_reason(parts, fused=False) is None
     parts.target.device = torch.device("cuda")
-    assert apart_reason(parts) == "batches on cuda need attention in place"
+    for fused in (False, True):
+        assert apart_reason(parts, fused=fused) == "batches on cuda need attention in place"
+
+
+def test_fused_layers_and_generic_ones_ask_the_rule_each_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = pair(2, "cpu")
+    asked: list[bool] = []
+    monkeypatch.setattr(by_rows, "apart_reason", lambda parts, fused: asked.append(fused))
+    for target_path in ("generic", "auto"):
+        Speculator(model, drafter, target_path=target_path)
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("target_path", ["generic", "auto"])
 def test_the_rule_decides(target_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair(2, "cpu")
     for reason in (None, "it is slow"):
-        monkeypatch.setattr(by_rows, "apart_reason", lambda parts, reason=reason: reason)
+        monkeypatch.setattr(by_rows, "apart_reason", lambda parts, fused, reason=reason: reason)
         spec = Speculator(model, drafter, target_path=target_path)
         assert isinstance(spec.loop, LoopByRows) == (reason is None)
         out = spec.generate(prompts_of(2), 3, stop_token_ids=NOBODY)[0]
