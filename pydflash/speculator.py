@@ -57,7 +57,8 @@ class Speculator:
             "auto": the first of these that can, on a CPU fused or generic; `stats.backends["target"]` says which, and
             why. Fused and own targets run whole rounds on the device, lists of prompts as one batch, on a GPU (in one
             CUDA graph where there is CUDA), and on a CPU where they are asked for by name; the host runs all others,
-            a round of one sequence at a time.
+            a round of one sequence at a time, but lists on a CPU together where that is faster:
+            `stats.backends["lists"]` says so.
         quantize: "int8" packs the weights of target and drafter into 8 bits, on a CPU. The text is then that of the
             quantised target: what it would decode by itself, token for token, but not what the model would.
         optimize: "ipex" runs a copy of the target that intel-extension-for-pytorch has changed, on an Intel CPU.

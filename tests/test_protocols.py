@@ -24,6 +24,7 @@ from pydflash.protocols import (
     missing,
     offers,
 )
+from pydflash.rounds.by_rows import LoopByRows
 from pydflash.rounds.device import DeviceLoop
 from pydflash.rounds.host import HostLoop
 from pydflash.target.own import OwnTarget
@@ -68,7 +69,7 @@ def test_plain_ones_run_in_every_loop(where: str, options: str) -> None:
     path = "own" if where == "device" else "auto"
     spec = Speculator(target, PlainDrafter(), target_path=path, **OPTIONS[options])
     plain = Speculator(target, None, target_path=path)
-    assert isinstance(spec.loop, DeviceLoop if where == "device" else HostLoop)
+    assert isinstance(spec.loop, {"device": DeviceLoop, "host": LoopByRows, "host alone": HostLoop}[where])
     outs = spec.generate(PROMPTS, COUNT, stop_token_ids=[])
     assert [out.token_ids for out in outs] == [by_hand(prompt) for prompt in PROMPTS]
     assert sum(sum(out.stats.num_accepted) for out in outs) > 6
