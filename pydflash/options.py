@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, TypedDict
@@ -28,6 +28,7 @@ class _NotGiven(int):
 
 DEFAULT_TOKENS = _NotGiven(256)
 MOST_LOGPROBS = 20
+MOST_TEXTS = 1024  # for one prompt
 
 # Names that people bring along, and what to write here.
 _NAMED = (  # parameters of `Speculator.generate` and `stream`
@@ -133,6 +134,9 @@ class Options:
             if name in HINTS or name not in KEYS or KEYS[name].how in ("refused", "no effect"):
                 hint = f"; use {HINTS[name]}" if name in HINTS else ""
                 raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
+        for name, (kinds, what) in _FORMS.items():
+            if (value := given.get(name)) is not None and not isinstance(value, kinds):
+                raise ValueError(f"{name}: must be {what}, got {value!r:.100}")
         return cls(**{name: value for name, value in given.items() if name in names}, config_keys=keys)
 
     @classmethod
@@ -193,6 +197,14 @@ class MoreOptions(TypedDict, total=False):
     max_time: float
 
 
+_FORMS: dict[str, tuple[tuple[type, ...], str]] = {
+    "stop_strings": ((str, list, tuple, set, frozenset), "text or a list of texts"),
+    "chat_template": ((str, bool), "text, True or False"),
+    "chat_template_kwargs": ((Mapping,), "a mapping of names to values"),
+    "tools": ((list, tuple), "a list of functions or JSON schemas"),
+    "continue_final_message": ((bool,), "True or False"),
+    "return_proposals": ((bool,), "True or False"),
+}
 _PER_PROMPT = (
     "max_new_tokens",
     "temperature",
@@ -261,7 +273,7 @@ def resolve(
     late = defaults.late_filters(params, vocab_size, device)
     if late and not params.greedy:
         params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    own = defaults.processors(ids, stops, limit, device)
+    own = defaults.processors(ids, stops, limit, vocab_size, device)
     return Resolved(
         params,
         _bias(options.logit_bias, vocab_size),
@@ -349,7 +361,7 @@ def _callables(name: str, value: Any) -> list[Any]:
         return []
     if callable(value) and not isinstance(value, list):
         return [value]
-    found = list(value) if isinstance(value, Iterable) else [value]
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
     if wrong := [item for item in found if not callable(item)]:
         raise ValueError(f"{name}: must be functions, got {type(wrong[0]).__name__}")
     return found

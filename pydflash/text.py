@@ -270,7 +270,7 @@ class Output:
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings: need a tokenizer, got a Speculator without one")
         if any(not isinstance(s, str) or not s for s in stop_strings):
-            raise ValueError(f"stop_strings: must be non-empty strings, got {list(stop_strings)!r}")
+            raise ValueError(f"stop_strings: must be non-empty strings, got {list(stop_strings)!r:.100}")
         self._tokenizer = tokenizer
         self.limit = limit
         self._stop_ids = frozenset(stop_token_ids)

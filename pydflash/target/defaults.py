@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,20 @@ KEYS: dict[str, Key] = {
     "transformers_version": Key("no effect"),
     "generation_kwargs": Key("no effect", (), "read by nothing"),
 }
+# Where transformers takes a number for a token and finds out at the first of them, or never.
+_TAKES = {
+    "id": ("forced_bos_token_id",),
+    "id or ids": ("forced_eos_token_id",),
+    "ids": ("suppress_tokens", "begin_suppress_tokens"),
+    "words": ("bad_words_ids",),
+}
+_COUNTS = (
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+)
+_NUMBERS = ("encoder_repetition_penalty", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 _LATE = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # filters that act behind temperature and top-k
 
 
@@ -158,11 +172,16 @@ class GenerationDefaults:
         self.max_time: float | None = self._set.get("max_time")
         if isinstance(self.max_time, bool) or not (self.max_time is None or isinstance(self.max_time, Real)):
             raise ValueError(f"max_time: must be a number of seconds, got {self.max_time!r}")
+        for name in (*_COUNTS, *_NUMBERS):
+            value, kind = self._set.get(name), Integral if name in _COUNTS else Real
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not value >= 0):
+                what = "an integer" if name in _COUNTS else "a number"
+                raise ValueError(f"{name}: must be {what} >= 0, got {value!r:.100}")
 
     def _value(self, name: str) -> Any:
         """What the config asks for, or None where it is off."""
         value = self._set.get(name)
-        return None if value is None or value in KEYS[name].off else value
+        return None if value is None or _is_off(name, value) else value
 
     @property
     def processor_keys(self) -> list[str]:
@@ -195,13 +214,18 @@ class GenerationDefaults:
             )
         return int(length) - prompt_length
 
-    def processors(self, ids: Sequence[int], stops: Sequence[int], limit: int, device: torch.device) -> list[Any]:
+    def processors(
+        self, ids: Sequence[int], stops: Sequence[int], limit: int, vocab_size: int, device: torch.device
+    ) -> list[Any]:
         """The logits processors that the config asks for, in transformers' order.
 
         ids: the prompt. stops: the request's stop tokens. limit: the most tokens that it may have.
+
+        Raises: ValueError naming a key whose value is none that it takes.
         """
         if not self.processor_keys:
             return []
+        self._check_processor_values(vocab_size)
         from transformers import generation as g
 
         value, length, ends = self._value, len(ids), list(stops)
@@ -233,6 +257,26 @@ class GenerationDefaults:
         begin = length if length > 1 or value("forced_bos_token_id") is None else length + 1
         add("begin_suppress_tokens", lambda x: g.SuppressTokensAtBeginLogitsProcessor(x, begin, **place))
         return found
+
+    def _check_processor_values(self, vocab_size: int) -> None:
+        def token(x: Any) -> bool:
+            return isinstance(x, Integral) and not isinstance(x, bool) and 0 <= x < vocab_size
+
+        def tokens(x: Any) -> bool:
+            return isinstance(x, (list, tuple, set)) and all(map(token, x))
+
+        a_token, several = f"a token id of 0 to {vocab_size - 1}", f"token ids of 0 to {vocab_size - 1}"
+        kinds = {"id": (token, a_token), "ids": (tokens, f"a list of {several}")}
+        kinds["id or ids"] = (lambda x: token(x) or tokens(x), f"{a_token} or a list of them")
+        kinds["words"] = (
+            lambda x: isinstance(x, (list, tuple)) and all(word and tokens(word) for word in x),
+            f"a list of lists of {several}",
+        )
+        for kind, names in _TAKES.items():
+            fits, what = kinds[kind]
+            for name in names:
+                if (value := self._value(name)) is not None and not fits(value):
+                    raise ValueError(f"{name}: must be {what}, got {value!r:.100}")
 
     def late_filters(self, params: SamplingParams, vocab_size: int, device: torch.device) -> list[Any]:
         """All filters of a sampled request as processors, where some of them act behind those of `SamplingParams`.
@@ -267,6 +311,11 @@ class GenerationDefaults:
         return found
 
 
+def _is_off(name: str, value: Any) -> bool:
+    key = KEYS.get(name)
+    return key is not None and isinstance(value, (Real, str)) and value in key.off
+
+
 def _check(name: str, value: Any) -> None:
     """Refuse a key that would change the text and is not honoured."""
     key = KEYS.get(name)
@@ -275,7 +324,7 @@ def _check(name: str, value: Any) -> None:
 
         # Authors leave notes of their own in these files; what transformers knows and this table does not may act.
         key = Key("refused") if name in vars(GenerationConfig()) else None
-    if key is not None and key.how == "refused" and value is not None and value not in key.off:
+    if key is not None and key.how == "refused" and value is not None and not _is_off(name, value):
         why = f" ({key.note})" if key.note else ""
         raise ValueError(
             f"Speculator: generation_config.{name} is not honoured here{why}; set it to None, got {value!r}"

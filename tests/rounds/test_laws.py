@@ -219,7 +219,7 @@ def test_several_texts_for_a_prompt_and_errors_for_single_ones(model: Any) -> No
         assert second.token_ids == found[0].token_ids
         with pytest.raises(ValueError, match="prompt: "):
             spec.generate([wrong, PROMPT], 4)
-    with pytest.raises(ValueError, match="n: must be an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match="n: must be an integer of 1 to 1024, got 0"):
         spec.generate(PROMPT, 4, n=0)
 
 
