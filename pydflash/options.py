@@ -30,11 +30,11 @@ DEFAULT_TOKENS = _NotGiven(256)
 MOST_LOGPROBS = 20
 MOST_TEXTS = 1024  # for one prompt
 
-# Names that people bring along, and what to write here.
 _NAMED = (  # parameters of `Speculator.generate` and `stream`
     *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "stop_strings"),
     *("logits_processor", "return_proposals"),
 )
+# Names that people bring along, and what to write here.
 HINTS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -70,6 +70,8 @@ HINTS = {
     "streamer": "generate(..., streamer=...)",
     "return_errors": "generate(..., return_errors=...)",
     "stream": "Speculator.stream(...)",
+    "progress": "generate(..., progress=...), or `with pydflash.progress.shown()` around a stream",
+    "use_tqdm": "generate(..., progress=...)",
 }
 
 
