@@ -215,16 +215,17 @@ class Stream:
                 return next(self._chunks, ended)
             finally:
                 if self._abandoned:
-                    self._close()
+                    self.close()
 
         try:
             while (chunk := await asyncio.to_thread(advance)) is not ended:
                 yield cast("Chunk", chunk)
         finally:
             self._abandoned = True
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End it here: what its loop holds is given back, as when it is no longer referred to."""
         with suppress(ValueError):  # a round that runs still, whose thread closes when it comes back
             self._chunks.close()
 

@@ -18,7 +18,7 @@ from fakes import byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairs import HIDDEN, config_dict
-from requests_at_random import HOSTILE, OPTIONS, SINGLE, TEMPLATE, options, prompts
+from requests_at_random import HOSTILE, JSON, OPTIONS, SINGLE, TEMPLATE, options, prompts
 from tiny_models import TINY
 
 from pydflash import Drafter, DrafterConfig, Generation, Speculator
@@ -184,7 +184,7 @@ def test_configs_are_taken_or_refused(count: int) -> None:
     keys = [*raw, *raw.get("dflash_config", {}), "no_such_key"]
 
     @fuzz(count)
-    @given(st.dictionaries(st.sampled_from(keys), HOSTILE | st.integers(-3, 300), max_size=3), st.booleans())
+    @given(st.dictionaries(st.sampled_from(keys), JSON | st.integers(-3, 300), max_size=3), st.booleans())
     def run(changes: dict[str, Any], inside: bool) -> None:
         changed = dict(raw)
         for name, value in changes.items():

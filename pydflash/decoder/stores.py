@@ -136,8 +136,10 @@ class Cache:
         device: torch.device,
     ) -> None:
         """shapes: Of each layer's store, in order. rows: Positions that a store keeps, where fewer than capacity."""
-        if batch < 1 or capacity < 1:
-            raise ValueError(f"{type(self).__name__}: batch and capacity must be >= 1, got {batch} and {capacity}")
+        if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 1 and capacity >= 1):
+            raise ValueError(
+                f"{type(self).__name__}: batch and capacity must be integers >= 1, got {batch!r} and {capacity!r}"
+            )
         kinds = list(dict.fromkeys(shapes))
         counts = [sum(shape == kind for shape in shapes) for kind in kinds]
         room = capacity if rows is None else max(1, min(capacity, rows))

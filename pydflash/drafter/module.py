@@ -33,6 +33,8 @@ def _exact_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(self: Drafter, tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{method.__name__}: its first argument must be a tensor, got {type(tensor).__name__}")
         with torch.autocast(tensor.device.type, enabled=False):
             return method(self, tensor, *args, **options)
 
@@ -163,8 +165,7 @@ class Drafter(CanonicalNames):
         config = self.config
         windows = [config.window(layer) for layer in range(config.num_layers)]
         self._renew()
-        self.reserve(capacity + config.block_size)
-        return KVCache(
+        cache = KVCache(
             config.num_layers,
             batch,
             config.num_kv_heads,
@@ -174,6 +175,8 @@ class Drafter(CanonicalNames):
             dtype=self.dtype,
             device=self.device,
         )
+        self.reserve(capacity + config.block_size)
+        return cache
 
     @_exact_dtypes
     def append_context(self, features: Tensor, cache: KVCache, counts: Tensor | None = None) -> None:
@@ -400,8 +403,8 @@ class Drafter(CanonicalNames):
         """
         config = self.config
         size = config.block_size if block_size is None else block_size
-        if not 1 <= size <= config.block_size:
-            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size}")
+        if not isinstance(size, int) or not 1 <= size <= config.block_size:
+            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r:.100}")
         self.reserve(cache.capacity + config.block_size)
         hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
         selector = self.candidate_selector

@@ -335,5 +335,10 @@ def _watermark(config: Any, vocab_size: int, device: torch.device) -> Any:
     """A config keeps it as a dictionary or as an object."""
     from transformers import generation as g
 
-    made = g.WatermarkingConfig(**config) if isinstance(config, dict) else config
+    try:
+        made = g.WatermarkingConfig(**config) if isinstance(config, dict) else config
+    except TypeError as error:
+        raise ValueError(f"watermarking_config: must hold the keys of a WatermarkingConfig ({error})") from error
+    if not hasattr(made, "construct_processor"):
+        raise ValueError(f"watermarking_config: must be a WatermarkingConfig or a dictionary, got {config!r:.100}")
     return made.construct_processor(vocab_size, device)

@@ -261,5 +261,5 @@ def test_stores_need_an_open_block() -> None:
     cache = decoder.new_cache(BATCH, 16, **FP32)
     with pytest.raises(ValueError, match="decoder: cache must hold an open block, got none"):
         decoder(randn(BATCH, SLOTS, HIDDEN), cache, tables(), BlockView(causal, depths))
-    with pytest.raises(ValueError, match="Cache: batch and capacity must be >= 1, got 0 and 4"):
+    with pytest.raises(ValueError, match="Cache: batch and capacity must be integers >= 1, got 0 and 4"):
         decoder.new_cache(0, 4, **FP32)

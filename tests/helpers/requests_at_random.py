@@ -19,6 +19,11 @@ HOSTILE = st.sampled_from([
     torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]]), object(), print, 1 + 2j, range(3),
 ])  # fmt: skip
 
+JSON = st.sampled_from([
+    None, True, False, -1, 0, 1, 2**31, 2**63, 10**400, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "3", "silu",
+    "a\ud800", [], [1], [-1], [[]], [None], ["x", 3], [0, 2], {}, {"a": 1}, {"rope_type": "yarn"},
+])  # fmt: skip
+
 _TOKEN = st.integers(0, 255)
 _WORD = st.text(alphabet="ab \n.é漢🙂", min_size=1, max_size=12)
 _IDS = st.lists(_TOKEN, min_size=1, max_size=20)
