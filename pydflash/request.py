@@ -93,8 +93,11 @@ class Request:
         return Chunk(taken, text)
 
     def take(self, result: RoundResult) -> Chunk:
-        """Take in what a round brought, up to where the request ends."""
-        taken, text = self.output.extend(result.tokens)
+        """Take in what a round brought, up to where the request ends.
+
+        Raises: ValueError where it goes on to a position at which no token can come.
+        """
+        taken, text = self.output.extend(result.tokens[: result.first_without_law])
         self.ids += taken
         if result.logprobs is not None:
             self.listed += result.logprobs[: len(taken)]
@@ -105,20 +108,38 @@ class Request:
         stats.num_verified.append(len(result.block) - 1)
         if stats.proposals is not None:
             stats.proposals.append(result.block if result.parents is None else (result.block, result.parents))
+        if result.first_without_law is not None and not self.finished:
+            raise self.without_law(len(self.ids))
         return Chunk(taken, text)
 
+    def without_law(self, position: int) -> ValueError:
+        """The error of a position, the prompt's first being 0, whose logits leave no token."""
+        changed = " with penalties and biases" if self.penalised else ""
+        return ValueError(
+            f"generate: the target's logits{changed} must leave a token that can come next, got -inf or NaN alone at "
+            f"position {position}"
+        )
+
     def scores(self, logits: Tensor, new: Sequence[int]) -> Tensor:
-        """Logits [1, V] behind the text and `new` tokens, changed by the processors, which are called once."""
+        """Logits [1, V] behind the text and `new` tokens, changed by the processors, which are called once.
+
+        Raises: ValueError where they leave no token, or return something else.
+        """
         known = torch.tensor([[*self.ids, *new]], device=logits.device, dtype=torch.long)
-        scores = logits.float()
+        scores = logits.to(torch.float32, copy=True)  # processors may write in place
         for processor in self.processors:
             scores = processor(known, scores)
             if not isinstance(scores, Tensor) or scores.shape != logits.shape:
                 got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 raise ValueError(f"logits_processor: must return scores [1, V], got {got}")
             scores = scores.float()
-        if not bool((scores > float("-inf")).any()):
-            raise ValueError("logits_processor: must leave a token that can come next, got scores of -inf or NaN alone")
+        if not bool((scores > -torch.inf).any()):
+            if not bool((logits > -torch.inf).any()):
+                raise self.without_law(known.shape[1])
+            raise ValueError(
+                "logits_processor: must leave a token that can come next, got scores of -inf or NaN alone at position "
+                f"{known.shape[1]}"
+            )
         return scores
 
 
@@ -131,6 +152,7 @@ class RoundResult(NamedTuple):
         deepest: Drafts on its longest path.
         tokens: New tokens, 1 to `deepest` + 1.
         logprobs: Of these, where the request asks for them.
+        first_without_law: Index of the first of them whose logits were -inf or NaN alone; None where all were sound.
     """
 
     block: list[int]
@@ -138,6 +160,7 @@ class RoundResult(NamedTuple):
     deepest: int
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
+    first_without_law: int | None = None
 
 
 class Batch(Protocol):

@@ -158,9 +158,12 @@ class DeviceBatch:
         if (penalties := rounds.rows.penalties) is not None:
             penalties.admit(row, request.ids, request.params, request.logit_bias)
             changed = penalties.row(row).apply(parts.ops, logits, block.tokens, torch.ones_like(block.tokens))
-        accepted = steps.accept(parts, block, process(parts, request, block, changed, starts), request.sampling, starts)
-        rounds.activate(row, accepted.bonus)
+        changed = process(parts, request, block, changed, starts)
+        accepted = steps.accept(parts, block, changed, request.sampling, starts)
         token = int(accepted.bonus)
+        if token == 0 and not bool(steps.lawful(changed)[0, -1]):
+            raise request.without_law(len(request.ids))
+        rounds.activate(row, accepted.bonus)
         if request.logprobs is not None:
             its = list_logprobs(parts.ops, logits, accepted.slots, accepted.bonus[:, None], max(1, request.logprobs))
             request.listed += named([token], its.joined()[0].tolist(), request.logprobs)
@@ -212,9 +215,10 @@ class DeviceBatch:
 def _result(record: Record, request: Request) -> RoundResult:
     wanted = request.logprobs
     listed = None if wanted is None else named(record.tokens, record.listed, wanted)
+    without_law = steps.first_without_law(record.tokens, lambda: (record.followed, record.lawful))
     if record.parents is None:
-        return RoundResult(record.block, None, len(record.block) - 1, record.tokens, listed)
+        return RoundResult(record.block, None, len(record.block) - 1, record.tokens, listed, without_law)
     depths = [0]
     for parent in record.parents[1:]:
         depths.append(depths[parent] + 1)
-    return RoundResult(record.block, record.parents, max(depths), record.tokens, listed)
+    return RoundResult(record.block, record.parents, max(depths), record.tokens, listed, without_law)

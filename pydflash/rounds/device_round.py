@@ -26,14 +26,25 @@ _AHEAD = 2  # rounds that may be under way
 
 
 class Record(NamedTuple):
-    """What one round did for one row: its new tokens, none where it was not active; the block; a tree's parents; and
-    `Listed.joined` of the new tokens where it is asked for.
+    """What one round did for one row: its new tokens, none where it was not active; the block; a tree's parents;
+    `Listed.joined` of the new tokens where it is asked for; and what is `lawful` of the block's slots.
     """
 
     tokens: list[int]
     block: list[int]
     parents: list[int] | None
     listed: list[list[float]]
+    lawful: list[int]
+
+    @property
+    def followed(self) -> list[int]:
+        """The slots that the new tokens follow."""
+        slots = list(range(len(self.tokens)))
+        if self.parents is not None:
+            for i, token in enumerate(self.tokens[:-1]):
+                children = (child for child, parent in enumerate(self.parents) if parent == slots[i])
+                slots[i + 1] = next(child for child in children if self.block[child] == token)
+        return slots
 
 
 class DeviceRounds:
@@ -72,7 +83,7 @@ class DeviceRounds:
             self.rows = self._new_rows()
             slots = self.rows.record.shape[1] - 1
             blocks = 2 if parts.paths.path == "tree" else 1  # tokens, and parents where they form a tree
-            self._report = self.rows.record.new_zeros(batch, slots + 1 + blocks * slots)
+            self._report = self.rows.record.new_zeros(batch, slots + 1 + (blocks + 1) * slots)
             pinned = accelerator is not None
             self._reports = [self._report]
             if logprobs:
@@ -128,7 +139,9 @@ class DeviceRounds:
         if rows.listed is not None:
             self._reports[1].copy_(rows.listed)
         shape = [] if block.parents is None else [block.parents.long()]
-        self._report.copy_(torch.cat([rows.record, block.tokens, *shape], 1))
+        told = torch.cat([rows.record, block.tokens, *shape], 1)
+        self._report[:, : told.shape[1]].copy_(told)
+        steps.lawful(self._logits, out=self._report[:, told.shape[1] :])
 
     def _whole(self) -> None:
         self._first_piece()
@@ -202,8 +215,12 @@ class DeviceRounds:
         numbers_of, *listed_of = (x.tolist() for x in self._host[at])
         for i, numbers in enumerate(numbers_of):
             row = listed_of[0][i] if listed_of else []
-            block, parents = numbers[slots + 1 : 2 * slots + 1], numbers[2 * slots + 1 :]
-            rows.append(Record(numbers[: numbers[slots]], block, parents or None, row))
+            block, parents, lawful = (
+                numbers[slots + 1 : 2 * slots + 1],
+                numbers[2 * slots + 1 : -slots],
+                numbers[-slots:],
+            )
+            rows.append(Record(numbers[: numbers[slots]], block, parents or None, row, lawful))
         return rows
 
     # --- sequences ------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class HostBatch:
                 state.context = parts.drafter.new_cache(1, request.positions + parts.block_size)
                 state.features = output.features
             token = int(accepted.bonus)
+            if token == 0 and not bool(steps.lawful(logits)[0, -1]):
+                raise request.without_law(len(ids))
         request.listed += _listed(request, state, [token]) or []
         self._rows[row] = request, state
         request.stats.prefill_seconds = time.perf_counter() - begin
@@ -106,10 +108,13 @@ class HostBatch:
             new = torch.tensor([state.tokens + [-1] * (slots - len(state.tokens))], device=block.tokens.device)
             state.note(parts.ops, output, accepted, new)
         listed = _listed(request, state, state.tokens)
-        if block.tree is None:
-            return RoundResult(tokens, None, len(tokens) - 1, state.tokens, listed)
-        deepest = int(block.tree.depths.max())
-        return RoundResult(tokens, block.tree.parents[0].tolist(), deepest, state.tokens, listed)
+        followed = accepted.slots[0, : len(state.tokens)]
+        without_law = steps.first_without_law(
+            state.tokens, lambda: (followed.tolist(), steps.lawful(logits)[0].tolist())
+        )
+        deepest = len(tokens) - 1 if block.tree is None else int(block.tree.depths.max())
+        parents = None if block.tree is None else block.tree.parents[0].tolist()
+        return RoundResult(tokens, parents, deepest, state.tokens, listed, without_law)
 
     def _useful_slots(self, request: Request) -> int:
         """A full block, but no position at or beyond the target's context limit."""

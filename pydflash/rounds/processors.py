@@ -28,7 +28,7 @@ def process(parts: Parts, request: Request, block: Block, logits: Tensor, starts
     slot, depth = 0, 0
     new: list[int] = []
     while True:
-        out[:, slot] = request.scores(out[:, slot], new)
+        out[:, slot] = request.scores(logits[:, slot], new)
         children = [child for child, parent in enumerate(parents) if parent == slot and tokens[child] >= 0]
         if not children:
             return out

@@ -6,6 +6,7 @@ device's runs it for all rows of a batch in fixed shapes, where a graph may have
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -207,3 +208,22 @@ def accept(parts: Parts, block: Block, logits: Tensor, sampling: SamplingTensors
         starts,
     )
     return Accepted(*accepted)
+
+
+def lawful(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """[B, S] whether token 0 can come behind each slot, by the logits [B, S, V] that `accept` gets."""
+    return torch.gt(logits[:, :, 0], -torch.inf, out=out)
+
+
+def first_without_law(tokens: Sequence[int], look: Callable[[], tuple[Sequence[int], Sequence[Any]]]) -> int | None:
+    """Index of the first new token whose logits were -inf or NaN alone, None where all were sound.
+
+    From such logits `accept` takes token 0, which cannot come then: only where there is one does anybody have to look.
+
+    look: gives the slots that the tokens follow, and of each slot of the block whether it is `lawful`.
+    """
+    if 0 not in tokens:
+        return None
+    slots, known = look()
+    found = (i for i, (token, slot) in enumerate(zip(tokens, slots, strict=True)) if token == 0 and not known[slot])
+    return next(found, None)
