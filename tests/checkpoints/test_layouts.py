@@ -63,7 +63,13 @@ def test_missing_target_layer_ids_follow_the_rule_or_are_refused():
     missing = nested(tiny_1(), target_layer_ids=None)
     with pytest.warns(UserWarning, match=r"target_layer_ids is not given, \[1, 5\] is taken"):
         assert read(missing) == read(tiny_1())
+    second = nested(tiny_2(), target_layer_ids=None)
+    with pytest.warns(UserWarning, match=r"\[1, 5\] is taken, the Z-Lab layout's default for num_target_layers 8$"):
+        assert read(second) == read(tiny_2())
     refused(missing | {"num_target_layers": None}, "dflash_config.target_layer_ids")
+    refused(missing | {"num_target_layers": 3}, "num_target_layers", "at least 4", "got 3")
+    # Another package's drafter: what it takes by default is not known.
+    refused(missing | {"architectures": ["MuseGlimmerAssistantModel"]}, "dflash_config.target_layer_ids", "got None")
     refused(speculators(tiny_1(), aux_hidden_state_layer_ids=None, num_target_layers=8), "aux_hidden_state_layer_ids")
     assert default_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert default_layer_ids(64, 5) == (1, 16, 31, 46, 61)
