@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypedDict
 
 import torch
 
-from .sampling import MOST_PENALTY, SamplingParams
+from .sampling import SamplingParams, is_integer
 from .target.defaults import KEYS, GenerationDefaults
-from .text import Output, token_ids_of
+from .target.values import token_biases, token_ids
+from .text import Output
 
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StoppingCriterion = Callable[[torch.Tensor, Any], Any]
@@ -29,6 +30,7 @@ class _NotGiven(int):
 DEFAULT_TOKENS = _NotGiven(256)
 MOST_LOGPROBS = 20
 MOST_TEXTS = 1024  # for one prompt
+MOST_TOKENS = 2**31 - 1  # positions are counted in 32 bits
 
 _NAMED = (  # parameters of `Speculator.generate` and `stream`
     *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "stop_strings"),
@@ -85,8 +87,9 @@ class Options:
         stop_token_ids: They end the output and are part of it. None takes the target's; [] none.
         stop_strings: The text ends with the first of them that appears. None takes the target's; [] none.
         logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, called once for every emitted
-            position, in order, as plain decoding calls it; it may keep a state.
-        stopping_criteria: `criterion(input_ids [1, n], scores=None) -> bool`, called after every new token.
+            position, in order, as plain decoding calls it; it may keep a state: of several texts each has a copy.
+        stopping_criteria: `criterion(input_ids [1, n], scores=None) -> bool`, called after every new token, copied as
+            processors are.
         generation_config: A transformers `GenerationConfig` whose settings go before the target's own.
         repetition_penalty: Logits of tokens in prompt or text are divided by it, multiplied where they are negative.
         presence_penalty, frequency_penalty: Taken off the logits of tokens of the new text, once or by their count.
@@ -108,8 +111,10 @@ class Options:
     min_p: float | None = None
     stop_token_ids: Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
-    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None
-    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None = None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor | Sequence[LogitsProcessor] | None] | None = None
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion | Sequence[StoppingCriterion] | None] | None = (
+        None
+    )
     generation_config: Any = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -150,24 +155,41 @@ class Options:
         return cls.of(method, **values)
 
     def rows(self, count: int) -> list[Options]:
-        """The options of each of `count` prompts: numbers and configs may be lists of one for each prompt.
+        """The options of each of `count` prompts: numbers and configs may be lists of one for each prompt, functions
+        lists of lists.
 
         Raises: ValueError for a list of another length.
         """
         spread = {}
-        for name in _PER_PROMPT:
+        for name in (*_PER_PROMPT, *_FUNCTIONS):
             value = getattr(self, name)
-            if isinstance(value, (list, tuple)):
+            if isinstance(value, (list, tuple)) and (name not in _FUNCTIONS or _for_each_prompt(value)):
                 if len(value) != count:
                     raise ValueError(f"{name}: a list must have {count} entries (one per prompt), got {len(value)}")
                 spread[name] = value
         return [replace(self, **{name: value[i] for name, value in spread.items()}) for i in range(count)]
 
+    def texts(self, prompts: int, n: int, *, several: bool) -> list[Options]:
+        """The options of each of `prompts` x `n` texts: where there are `several`, logits processors and stopping
+        criteria, which may keep a state of their text, are copies for each text but where each prompt has its own.
+
+        Raises: ValueError for a list of another length, and for a function that cannot be copied.
+        """
+        rows = self.rows(prompts)
+        if not several:
+            return rows
+        shared = {name: getattr(self, name) for name in _FUNCTIONS if getattr(self, name) is not None}
+        if n == 1:
+            shared = {name: value for name, value in shared.items() if getattr(rows[0], name) is value}
+        return [
+            replace(row, **_copies({name: getattr(row, name) for name in shared})) for row in rows for _ in range(n)
+        ]
+
 
 class MoreOptions(TypedDict, total=False):
     """Keywords of `Speculator.generate` and `stream` beside the named ones, as in `Options`, for type checkers."""
 
-    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion | Sequence[StoppingCriterion] | None] | None
     generation_config: Any
     repetition_penalty: float | None
     presence_penalty: float
@@ -221,6 +243,9 @@ _PER_PROMPT = (
 )
 
 
+_FUNCTIONS = ("logits_processor", "stopping_criteria")
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """Options with nothing left open.
@@ -257,9 +282,9 @@ def resolve(
     """
     given = options.generation_config
     keys = {name: value for name, value in options.config_keys.items() if value is not None}
-    defaults = GenerationDefaults(target_config, given, keys)
+    defaults = GenerationDefaults(target_config, given, keys, vocab_size)
     params = _params(options, defaults)
-    stops = _stops(options, defaults, tokenizer)
+    stops = _stops(options, defaults, tokenizer, vocab_size)
     limit = _limit(options.max_new_tokens, defaults, len(ids), max_length)
     strings = defaults.stop_strings if options.stop_strings is None else options.stop_strings
     criteria = _callables("stopping_criteria", options.stopping_criteria)
@@ -275,10 +300,10 @@ def resolve(
     late = defaults.late_filters(params, vocab_size, device)
     if late and not params.greedy:
         params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    own = defaults.processors(ids, stops, limit, vocab_size, device)
+    own = defaults.processors(ids, stops, limit, device)
     return Resolved(
         params,
-        _bias(options.logit_bias, vocab_size),
+        token_biases("logit_bias", options.logit_bias, vocab_size),
         [*own, *_callables("logits_processor", options.logits_processor), *late],
         output,
         _count(options.logprobs),
@@ -305,13 +330,13 @@ def _params(options: Options, defaults: GenerationDefaults) -> SamplingParams:
     return params
 
 
-def _stops(options: Options, defaults: GenerationDefaults, tokenizer: Any) -> list[int]:
+def _stops(options: Options, defaults: GenerationDefaults, tokenizer: Any, vocab_size: int) -> list[int]:
     if options.stop_token_ids is not None:
-        return token_ids_of("stop_token_ids", options.stop_token_ids)
+        return token_ids("stop_token_ids", options.stop_token_ids, vocab_size)
     if defaults.stop_token_ids:
-        return token_ids_of("stop_token_ids", defaults.stop_token_ids)
+        return defaults.stop_token_ids
     end = getattr(tokenizer, "eos_token_id", None)
-    return [] if end is None else [end]
+    return [] if end is None or not 0 <= end < vocab_size else [end]
 
 
 def _limit(count: Any, defaults: GenerationDefaults, prompt_length: int, max_length: int | None) -> int:
@@ -325,27 +350,13 @@ def _limit(count: Any, defaults: GenerationDefaults, prompt_length: int, max_len
         if room is None:
             raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
         return room
-    if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < 0:
+    if not is_integer(count) or count < 0:
         raise ValueError(f"max_new_tokens: must be an integer >= 0, got {count!r}")
+    if room is None and count > MOST_TOKENS:
+        raise ValueError(
+            f"max_new_tokens: must be at most {MOST_TOKENS} where the target states no context limit, got {count!r}"
+        )
     return int(count) if room is None else min(int(count), room)
-
-
-def _bias(bias: Mapping[int, float] | None, vocab_size: int) -> dict[int, float]:
-    if bias is None:
-        return {}
-    if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias: must be a mapping of token ids to numbers, got {type(bias).__name__}")
-    found: dict[int, float] = {}
-    for token, value in bias.items():
-        number = int(token) if isinstance(token, str) and token.isdecimal() else token  # JSON has no other keys
-        if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= int(number) < vocab_size:
-            raise ValueError(f"logit_bias: token ids must be 0 to {vocab_size - 1}, got {token!r}")
-        if isinstance(value, bool) or not isinstance(value, Real) or not value <= MOST_PENALTY:
-            raise ValueError(
-                f"logit_bias: values must be numbers of at most {MOST_PENALTY:g}, got {value!r} for {token!r}"
-            )
-        found[int(number)] = float(value) if value >= -MOST_PENALTY else -math.inf
-    return found
 
 
 def _count(logprobs: Any) -> int | None:
@@ -367,3 +378,21 @@ def _callables(name: str, value: Any) -> list[Any]:
     if wrong := [item for item in found if not callable(item)]:
         raise ValueError(f"{name}: must be functions, got {type(wrong[0]).__name__}")
     return found
+
+
+def _for_each_prompt(functions: Sequence[Any]) -> bool:
+    """Whether it is a list of lists of functions; transformers' lists of processors are functions themselves."""
+    lists = [isinstance(item, (list, tuple)) and not callable(item) for item in functions]
+    return any(lists) and all(its or item is None for its, item in zip(lists, functions, strict=True))
+
+
+def _copies(functions: dict[str, Any]) -> dict[str, Any]:
+    """Of all together: a processor and a criterion may share a state."""
+    try:
+        return copy.deepcopy(functions)
+    except Exception as error:
+        raise ValueError(
+            f"{' and '.join(functions)}: must be what copy.deepcopy can copy, since each of several texts has its own, "
+            "or a list of lists with those of each prompt, where n is 1; "
+            f"got {type(error).__name__}: {str(error)[:200]}"
+        ) from error

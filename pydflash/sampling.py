@@ -157,7 +157,7 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
     """
     if seed is None:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist()
-    if isinstance(seed, Integral):
+    if isinstance(seed, Integral) and not isinstance(seed, bool):
         return [_signed(seed)] * batch
     if not isinstance(seed, Sequence) or len(seed) != batch:
         raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {seed!r}")
@@ -166,7 +166,7 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
 
 def _signed(seed: Any) -> int:
     """The same 64 bits as a signed integer, as torch stores them."""
-    if not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64:
+    if not is_integer(seed) or not -(2**63) <= int(seed) < 2**64:
         raise ValueError(f"sampling: seed must be an integer of 64 bits, got {seed!r}")
     seed = int(seed)
     return seed - 2**64 if seed >= 2**63 else seed

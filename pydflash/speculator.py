@@ -256,7 +256,7 @@ class Speculator:
         seed: int | Sequence[int] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop_strings: str | Sequence[str] | None = None,
-        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor | Sequence[LogitsProcessor] | None] | None = None,
         return_proposals: bool = False,
         *,
         n: int = 1,
@@ -278,7 +278,8 @@ class Speculator:
             stop_token_ids: None takes the target's end-of-sequence tokens; [] none.
             stop_strings: The text ends with the first of them that appears. None takes the target's; [] none.
             logits_processor: `processor(input_ids [1, n], scores [1, V]) -> scores`, as in transformers, called once
-                for every emitted position, in order. It may keep a state.
+                for every emitted position, in order. It may keep a state: each text of a list, or of n > 1, has a copy,
+                made by `copy.deepcopy`. A list of lists gives each prompt its own, uncopied where n is 1.
             return_proposals: Keep each round's block in `stats.proposals`.
             n: Texts for each prompt, the i-th with seed + i; then the result is a list for each prompt.
             streamer: With transformers' `put` and `end`, for one prompt: gets the prompt's ids, then new ones.
@@ -297,11 +298,12 @@ class Speculator:
             raise ValueError(f"n: must be an integer of 1 to {MOST_TEXTS}, got {n!r}")
         if streamer is not None and (many or n > 1):
             raise ValueError(f"streamer: must be None for several texts, got one for {len(prompts)} x {n}")
+        rows = given.texts(len(prompts), int(n), several=many or n > 1)
         requests: list[Request | ValueError] = []
-        for single, row_seed, row in zip(prompts, row_seeds(seed, len(prompts)), given.rows(len(prompts)), strict=True):
+        for single, row_seed in zip(prompts, row_seeds(seed, len(prompts)), strict=True):
             for i in range(int(n)):
                 try:
-                    requests.append(self._request(single, _shifted(row_seed, i), row))
+                    requests.append(self._request(single, _shifted(row_seed, i), rows[len(requests)]))
                 except ValueError as error:
                     if not (many and return_errors):
                         raise

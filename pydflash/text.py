@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -66,21 +66,6 @@ def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Promp
     if len(errors) == len(singles):
         raise errors[0]
     return singles, True
-
-
-def token_ids_of(name: str, value: Any) -> list[int]:
-    """Token ids of a number, a list, an array or a tensor, as a list of int.
-
-    Raises: ValueError naming the argument for anything else.
-    """
-    items = value.tolist() if hasattr(value, "tolist") else value
-    items = [items] if isinstance(items, Integral) else items
-    if not isinstance(items, Iterable) or isinstance(items, str):
-        raise ValueError(f"{name}: must be token ids, got {value!r}")
-    found = [item.item() if hasattr(item, "item") else item for item in items]
-    if not all(_is_id(item) for item in found):
-        raise ValueError(f"{name}: must be token ids, got {value!r}")
-    return [int(item) for item in found]
 
 
 def _is_id(item: object) -> bool:
@@ -282,6 +267,7 @@ class Output:
         self.text = ""
         self.finish_reason: str | None = "length" if limit <= 0 else None
         self._criteria, self._prompt = tuple(criteria), list(prompt)
+        self._met: list[bool] = []  # what the criteria said of the text after each new token
         self._deadline = None if max_time is None else time.monotonic() + max_time
 
     def extend(self, tokens: Sequence[int]) -> tuple[list[int], str]:
@@ -295,7 +281,7 @@ class Output:
                 self.finish_reason = "stop"
             elif len(self.token_ids) >= self.limit or self._too_late():
                 self.finish_reason = "length"
-            if self._criteria and self._is_met():
+            if self._criteria and self._is_met(self.token_ids):
                 self.finish_reason = "stop"
             if self._stop_strings:
                 self._read_and_search(token)
@@ -305,8 +291,13 @@ class Output:
         return self.token_ids[first:], self.text[before:]
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens would end the output, by ids, strings or number; it stays as it is."""
+        """Whether these tokens would end the output, by ids, number, criteria or strings; it stays as it is.
+
+        To be called for each of them in turn: a criterion is asked here for the last one, and not again by `extend`.
+        """
         if any(token in self._stop_ids for token in tokens) or len(self.token_ids) + len(tokens) >= self.limit:
+            return True
+        if self._criteria and self._is_met([*self.token_ids, *tokens]):
             return True
         if not self._stop_strings:
             return False
@@ -319,13 +310,15 @@ class Output:
     def _too_late(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _is_met(self) -> bool:
-        """Whether a criterion ends the text; all of them see every token, as in transformers."""
-        ids = torch.tensor([[*self._prompt, *self.token_ids]])
-        met = [criterion(ids, None) for criterion in self._criteria]
-        if wrong := [answer for answer in met if not isinstance(answer, (bool, Tensor)) and not hasattr(answer, "any")]:
-            raise ValueError(f"stopping_criteria: must return True or False, got {_short(wrong[0])}")
-        return any(bool(torch.as_tensor(answer).any()) for answer in met)
+    def _is_met(self, token_ids: Sequence[int]) -> bool:
+        """Whether a criterion ends the text with the last of these; all of them see every token, as in transformers."""
+        if len(self._met) < len(token_ids):
+            ids = torch.tensor([[*self._prompt, *token_ids]])
+            met = [criterion(ids, None) for criterion in self._criteria]
+            if wrong := [a for a in met if not isinstance(a, (bool, Tensor)) and not hasattr(a, "any")]:
+                raise ValueError(f"stopping_criteria: must return True or False, got {_short(wrong[0])}")
+            self._met.append(any(bool(torch.as_tensor(answer).any()) for answer in met))
+        return self._met[len(token_ids) - 1]
 
     def _read_and_search(self, token: int) -> None:
         """End behind the first stop string that the newest token completes; it can begin in earlier tokens."""

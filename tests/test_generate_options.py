@@ -217,7 +217,7 @@ def test_options_that_are_not_honoured_are_refused_by_name(name: str) -> None:
 def test_options_at_their_neutral_value_are_fine() -> None:
     neutral = {"num_beams": 1, "typical_p": 1.0, "repetition_penalty": 1.0, "num_return_sequences": 1}
     defaults = GenerationDefaults(transformers.GenerationConfig(**neutral))
-    assert defaults.processors([3], [2], 5, 97, torch.device("cpu")) == []
+    assert defaults.processors([3], [2], 5, torch.device("cpu")) == []
     assert defaults.sampling == {}
 
 

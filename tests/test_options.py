@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import byte_tokenizer
+from fakes import FakeTarget, byte_tokenizer, scripted
 from pairs import build_drafter
 from tiny_models import TINY
 from transformers import GenerationConfig
 
 from pydflash import Speculator
 from pydflash.options import HINTS, Options, Resolved, resolve
+from pydflash.sampling import row_seeds
 from pydflash.target.defaults import KEYS, GenerationDefaults
 
 
@@ -163,7 +164,7 @@ def test_repetition_penalties_run_with_the_sampling() -> None:
         ({"logit_bias": {3: 10**400}}, "logit_bias: values must be numbers of at most 1e+30"),
         ({"logit_bias": {3: float("inf")}}, "logit_bias: values must be numbers of at most 1e+30, got inf for 3"),
         ({"logit_bias": {"\u00b2": 1.0}}, "logit_bias: token ids must be 0 to 96"),
-        ({"max_time": "1"}, "max_time: must be a number of seconds, got '1'"),
+        ({"max_time": "1"}, "max_time: must be a number of seconds >= 0, got '1'"),
         ({"bad_words_ids": []}, "bad_words_ids: "),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: "),
         ({"num_beams": 2}, "nothing: beams are not offered"),
@@ -174,6 +175,97 @@ def test_values_that_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         resolved(None, **given)
     assert message in str(caught.value)
+
+
+NO_COUNTS = (-3, True, 2.5, float("nan"), "3", [3])
+NO_IDS = (-1, 97, 2**70, 3.0, float("nan"), True, "a", {3: 1})
+COUNTS = ("min_new_tokens", "min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "max_length")
+IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "stop_token_ids")
+RANGES: dict[str, tuple[Any, ...]] = {
+    "typical_p": (0, 1.5, float("nan"), True, "a"),
+    "top_h": (0.0, 1.5, float("nan"), True),
+    "epsilon_cutoff": (-0.1, 1.0, float("nan"), False),
+    "eta_cutoff": (-0.1, 1.0, float("nan"), False),
+    "encoder_repetition_penalty": (0, -1.0, float("nan"), float("inf"), True),
+    "max_time": (-1, float("nan"), True),
+    "exponential_decay_length_penalty": ((-1, 1.5), (1.5, 1.5), (1, 0.0), (1, float("nan")), (True, 1.5), (1,), 3),
+    "bad_words_ids": ([3], [[]], [[3], []], [[3, 97]], [[-1]], [[True]], [[3.0]], "a", 3),
+    "sequence_bias": ({(): 1.0}, {(97,): 1.0}, {(3,): float("nan")}, {(3,): True}, [[[3], "1"]], [[3]], [], 3),
+    "logit_bias": ({True: 1.0}, {-1: 1.0}, {2.0: 1.0}, {3: float("nan")}, {3: True}, {2**70: 1.0}),
+    "logprobs": (-1, 2.0, float("nan"), 2**70),
+    "max_new_tokens": (-3, float("nan"), "3", [3.5]),
+}
+WRONG = [
+    *((name, value) for name in COUNTS for value in NO_COUNTS if name != "max_length"),
+    *((name, value) for name in IDS for value in NO_IDS),
+    *((name, [3, value]) for name in IDS for value in NO_IDS),
+    *((name, value) for name, values in RANGES.items() for value in values),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_each_option_is_refused_by_its_name_before_any_work(name: str, value: Any) -> None:
+    target = FakeTarget(scripted([1, 2, 3]), max_length=100)
+    with pytest.raises(ValueError, match=rf"^{name}: (must be|token ids must be|values must be) .*, got "):
+        Speculator(target, None).generate([3, 1], **{name: value})
+    assert target.caches == []
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "max_new_tokens", "bad_words_ids", "eos_token_id", "repetition_penalty"])
+def test_keys_of_a_config_are_held_to_the_same(name: str) -> None:
+    config = GenerationConfig()
+    setattr(config, name, -3)
+    with pytest.raises(ValueError, match=rf"^{name}: .*got -3$"):
+        resolved(None, generation_config=config)
+    if name != "eos_token_id":
+        with pytest.raises(ValueError, match=rf"^{name}: .*got -3$"):
+            resolved(config, max_new_tokens=4)
+
+
+def test_plain_numbers_are_made_of_arrays_and_numpy() -> None:
+    found = resolved(None, stop_token_ids=torch.tensor([9, 5]), min_new_tokens=np.int64(4), typical_p=np.float32(0.5),
+                     suppress_tokens=np.array([3, 4]), sequence_bias={(np.int64(3),): 1}, temperature=1.0)  # fmt: skip
+    assert [type(x).__name__ for x in found.processors] == [
+        "SequenceBiasLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TypicalLogitsWarper",
+    ]
+    scores = torch.zeros(1, 97)
+    for processor in found.processors[:3]:
+        scores = processor(torch.tensor([[3, 1]]), scores)
+    assert scores[0].isinf().nonzero().flatten().tolist() == [3, 4, 5, 9]
+
+
+def test_stop_tokens_of_the_target_that_it_does_not_have_never_come() -> None:
+    """Padded models name some; the first that can come counts. A tokenizer's may lie beyond the model's vocabulary."""
+    assert GenerationDefaults(GenerationConfig(eos_token_id=[-1, 97, 7]), vocab_size=97).stop_token_ids == [7]
+    found = resolved(GenerationConfig(eos_token_id=[-1, 97, 7]), min_new_tokens=3)
+    scores = found.processors[0](torch.tensor([[3, 1]]), torch.zeros(1, 97))
+    assert scores[0].isinf().nonzero().flatten().tolist() == [7]
+    assert byte_tokenizer().eos_token_id == 256
+    place = {"max_length": 100, "vocab_size": 97, "device": torch.device("cpu"), "target_config": None}
+    for vocab_size, ends in ((97, False), (257, True)):
+        given = Options.of("generate", min_new_tokens=1)
+        found = resolve(given, [3], tokenizer=byte_tokenizer(), **(place | {"vocab_size": vocab_size}))
+        assert bool(found.processors) is ends
+
+
+def test_counts_without_end() -> None:
+    """Huge ones mean what they say where that can be had: no end before the limit, a limit that is never met."""
+    for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
+        found = resolved(GenerationConfig(eos_token_id=9), **{name: 2**70})
+        assert found.processors[0](torch.tensor([[3, 1, 3]]), torch.zeros(1, 97)).shape == (1, 97)
+    assert resolved(None, max_new_tokens=2**70).output.limit == 98
+    assert resolved(None, max_new_tokens=2**31 - 1, max_length=None).output.limit == 2**31 - 1
+    with pytest.raises(ValueError, match=r"max_new_tokens: must be at most 2147483647 where the target states no"):
+        resolved(None, max_new_tokens=2**31, max_length=None)
+
+
+@pytest.mark.parametrize("seed", [True, [True], 1.0, float("nan"), 2**64, -(2**63) - 1])
+def test_seeds_are_integers_of_64_bits(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"^sampling: seed must be .*, got "):
+        row_seeds(seed, 1)
 
 
 def test_bias_and_logprobs() -> None:

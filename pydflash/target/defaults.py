@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
 from ..sampling import SamplingParams
+from .values import checked, token_ids
 
 
 class Key(NamedTuple):
@@ -122,20 +123,6 @@ KEYS: dict[str, Key] = {
     "transformers_version": Key("no effect"),
     "generation_kwargs": Key("no effect", (), "read by nothing"),
 }
-# Where transformers takes a number for a token and finds out at the first of them, or never.
-_TAKES = {
-    "id": ("forced_bos_token_id",),
-    "id or ids": ("forced_eos_token_id",),
-    "ids": ("suppress_tokens", "begin_suppress_tokens"),
-    "words": ("bad_words_ids",),
-}
-_COUNTS = (
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-)
-_NUMBERS = ("encoder_repetition_penalty", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 _LATE = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # filters that act behind temperature and top-k
 
 
@@ -147,12 +134,19 @@ class GenerationDefaults:
         stop_token_ids: Its end-of-sequence tokens.
         stop_strings: Its stop strings.
 
-    Raises: ValueError naming an option the config sets that is not honoured here.
+    Raises: ValueError naming a key that is not honoured here, or whose value is none that it can have.
     """
 
-    def __init__(self, generation_config: Any, given: Any = None, keys: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        generation_config: Any,
+        given: Any = None,
+        keys: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         """given: a request's own `GenerationConfig`, whose settings go before those of the target's.
-        keys: single settings by name, which go before both.
+        keys: single settings by name, which go before both. vocab_size: token ids are below it, where it is given;
+        the target's own stop tokens beyond it can never come, and are left out.
         """
         # Only what differs from the library's own defaults was meant by the model's authors.
         self._set = {} if generation_config is None else dict(generation_config.to_diff_dict())
@@ -163,20 +157,18 @@ class GenerationDefaults:
         self._set |= keys or {}
         for name, value in self._set.items():
             _check(name, value)
+            self._set[name] = checked(name, value, vocab_size)
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p")
         self.sampling = {name: self._set[name] for name in names if name in self._set}
-        eos = next((e for c in (given, generation_config) if (e := getattr(c, "eos_token_id", None)) is not None), None)
-        eos = (keys or {}).get("eos_token_id", eos)
-        self.stop_token_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        asked = (keys or {}).get("eos_token_id", getattr(given, "eos_token_id", None))
+        own = getattr(generation_config, "eos_token_id", None)
+        if asked is not None:
+            self.stop_token_ids = token_ids("eos_token_id", asked, vocab_size)
+        else:
+            ids = [] if own is None else token_ids("eos_token_id", own)
+            self.stop_token_ids = [i for i in ids if vocab_size is None or 0 <= i < vocab_size]
         self.stop_strings: str | list[str] = self._set.get("stop_strings") or []
         self.max_time: float | None = self._set.get("max_time")
-        if isinstance(self.max_time, bool) or not (self.max_time is None or isinstance(self.max_time, Real)):
-            raise ValueError(f"max_time: must be a number of seconds, got {self.max_time!r}")
-        for name in (*_COUNTS, *_NUMBERS):
-            value, kind = self._set.get(name), Integral if name in _COUNTS else Real
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not value >= 0):
-                what = "an integer" if name in _COUNTS else "a number"
-                raise ValueError(f"{name}: must be {what} >= 0, got {value!r:.100}")
 
     def _value(self, name: str) -> Any:
         """What the config asks for, or None where it is off."""
@@ -196,7 +188,8 @@ class GenerationDefaults:
         # Processors that act before it keep their place.
         if any(self._value(name) is not None for name in ("sequence_bias", "encoder_repetition_penalty")):
             return 1.0
-        return self._set.pop("repetition_penalty", None) or 1.0
+        penalty = self._set.pop("repetition_penalty", None)
+        return 1.0 if penalty is None else penalty
 
     def most_tokens(self, prompt_length: int) -> int | None:
         """New tokens that the config allows, or None where it says nothing.
@@ -204,7 +197,7 @@ class GenerationDefaults:
         Raises: ValueError where its max_length leaves no room behind the prompt.
         """
         if (count := self._set.get("max_new_tokens")) is not None:
-            return int(count)
+            return count
         if (length := self._set.get("max_length")) is None:
             return None
         if length <= prompt_length:
@@ -212,20 +205,15 @@ class GenerationDefaults:
                 f"prompt: must be shorter than generation_config.max_length = {length}, got {prompt_length} tokens; "
                 "max_new_tokens sets another limit"
             )
-        return int(length) - prompt_length
+        return length - prompt_length
 
-    def processors(
-        self, ids: Sequence[int], stops: Sequence[int], limit: int, vocab_size: int, device: torch.device
-    ) -> list[Any]:
+    def processors(self, ids: Sequence[int], stops: Sequence[int], limit: int, device: torch.device) -> list[Any]:
         """The logits processors that the config asks for, in transformers' order.
 
         ids: the prompt. stops: the request's stop tokens. limit: the most tokens that it may have.
-
-        Raises: ValueError naming a key whose value is none that it takes.
         """
         if not self.processor_keys:
             return []
-        self._check_processor_values(vocab_size)
         from transformers import generation as g
 
         value, length, ends = self._value, len(ids), list(stops)
@@ -257,26 +245,6 @@ class GenerationDefaults:
         begin = length if length > 1 or value("forced_bos_token_id") is None else length + 1
         add("begin_suppress_tokens", lambda x: g.SuppressTokensAtBeginLogitsProcessor(x, begin, **place))
         return found
-
-    def _check_processor_values(self, vocab_size: int) -> None:
-        def token(x: Any) -> bool:
-            return isinstance(x, Integral) and not isinstance(x, bool) and 0 <= x < vocab_size
-
-        def tokens(x: Any) -> bool:
-            return isinstance(x, (list, tuple, set)) and all(map(token, x))
-
-        a_token, several = f"a token id of 0 to {vocab_size - 1}", f"token ids of 0 to {vocab_size - 1}"
-        kinds = {"id": (token, a_token), "ids": (tokens, f"a list of {several}")}
-        kinds["id or ids"] = (lambda x: token(x) or tokens(x), f"{a_token} or a list of them")
-        kinds["words"] = (
-            lambda x: isinstance(x, (list, tuple)) and all(word and tokens(word) for word in x),
-            f"a list of lists of {several}",
-        )
-        for kind, names in _TAKES.items():
-            fits, what = kinds[kind]
-            for name in names:
-                if (value := self._value(name)) is not None and not fits(value):
-                    raise ValueError(f"{name}: must be {what}, got {value!r:.100}")
 
     def late_filters(self, params: SamplingParams, vocab_size: int, device: torch.device) -> list[Any]:
         """All filters of a sampled request as processors, where some of them act behind those of `SamplingParams`.
