@@ -336,3 +336,9 @@ def test_from_pretrained(tmp_path: Any) -> None:
     plain = Speculator.from_pretrained(tmp_path / "target", device="cpu")
     assert plain.drafter is None
     assert MASK not in plain.generate(PROMPT, 8, stop_token_ids=[]).token_ids
+
+
+def test_an_ngram_longer_than_the_prompt_is_not_built() -> None:
+    """transformers makes a list of as many entries as the n-gram is long."""
+    found = Speculator(model_of(), None).generate(PROMPT, 4, encoder_no_repeat_ngram_size=2**31 - 1)
+    assert found.token_ids == own_text(model_of(), 4)

@@ -232,7 +232,7 @@ class GenerationDefaults:
         add("encoder_repetition_penalty", lambda x: g.EncoderRepetitionPenaltyLogitsProcessor(x, prompt))
         add("repetition_penalty", lambda x: g.RepetitionPenaltyLogitsProcessor(x))
         add("no_repeat_ngram_size", lambda x: g.NoRepeatNGramLogitsProcessor(x))
-        add("encoder_no_repeat_ngram_size", lambda x: g.EncoderNoRepeatNGramLogitsProcessor(x, prompt))
+        add("encoder_no_repeat_ngram_size", lambda x: g.EncoderNoRepeatNGramLogitsProcessor(min(x, length + 1), prompt))
         add("bad_words_ids", lambda x: g.NoBadWordsLogitsProcessor(x, ends or None))
         add("min_length", lambda x: g.MinLengthLogitsProcessor(x, ends, **place), ends)
         add("min_new_tokens", lambda x: g.MinNewTokensLengthLogitsProcessor(length, x, ends, **place), ends)
