@@ -57,7 +57,10 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        said = f"pydflash.{name} needs torch: pip install torch (pydflash.export runs exported models without)"
+        said = (
+            f"pydflash.{name} needs torch: pip install torch, or where this is the pure wheel pydflash without "
+            "PYDFLASH_PURE (pydflash.export runs exported models as it is)"
+        )
         raise ModuleNotFoundError(said, name="torch") from None
     return getattr(home, name)
 
