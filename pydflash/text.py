@@ -111,7 +111,7 @@ def encode(
     if not ids:
         raise ValueError("prompt: must have at least one token, got none")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"prompt: token ids must be 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+        raise ValueError(f"prompt: token ids must be 0 to {vocab_size - 1}, got {shown(min(ids))} to {shown(max(ids))}")
     return ids
 
 

@@ -59,7 +59,8 @@ def temperature_of(value: Any) -> Tensor | float | None:
     """
     if value is None or isinstance(value, Tensor):
         return value
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= _MOST_TEMPERATURE:
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= number <= _MOST_TEMPERATURE:
         raise ValueError(f"propose: temperature must be None, [B] or 0 to {_MOST_TEMPERATURE:g}, got {shown(value)}")
     return float(value)
 

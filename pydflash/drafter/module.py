@@ -400,7 +400,6 @@ class Drafter(CanonicalNames):
         """
         config = self.config
         size = size_of_block(anchors, block_size, cache.lengths.shape[0], config.block_size)
-        temperature = temperature_of(temperature)
         self.reserve(cache.capacity + config.block_size)
         try:
             hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
@@ -416,7 +415,7 @@ class Drafter(CanonicalNames):
             None if selector is None else selector.predecessor_codebook,
             None if selector is None else selector.successor_codebook,
             anchors,
-            temperature,
+            temperature_of(temperature),
             seeds,
             cache.lengths,
             config.num_candidates,

@@ -83,7 +83,10 @@ def _number(name: str, value: Any, _: int | None = None, *, meaning: str, fits: 
     """A number within its range, which NaN is in none of."""
     if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
         raise ValueError(f"{name}: must be {meaning}, got {shown(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be {meaning}, that a float has, got {shown(value)}") from None
 
 
 def _sequences(name: str, value: Any, vocab_size: int | None) -> list[list[int]]:
