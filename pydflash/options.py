@@ -355,7 +355,8 @@ def _limit(count: Any, defaults: GenerationDefaults, prompt_length: int, max_len
         raise ValueError(f"max_new_tokens: must be an integer >= 0, got {shown(count)}")
     if room is None and count > MOST_TOKENS:
         raise ValueError(
-            f"max_new_tokens: must be at most {MOST_TOKENS} where the target has no context limit, got {shown(count)}"
+            f"max_new_tokens: must be at most {MOST_TOKENS} where the target states no context limit, "
+            f"got {shown(count)}"
         )
     return int(count) if room is None else min(int(count), room)
 

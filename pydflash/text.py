@@ -148,7 +148,9 @@ def _tokenize(
             },
         )
     except _template_errors() as error:
-        raise ValueError(f"prompt: the chat template does not take these messages: {cut(str(error))}") from error
+        raise ValueError(
+            f"prompt: the chat template does not take these messages: {cut(str(error))}, got {shown(prompt)}"
+        ) from error
     return list(tokenizer(_valid(text), add_special_tokens=False)["input_ids"])
 
 
