@@ -67,7 +67,7 @@ def test_configs_take_numpys_numbers_and_refuse_its_arrays() -> None:
     arrays = raw | {"hidden_size": np.int64(64), "layer_types": np.array(raw["layer_types"])}
     arrays["dflash_config"] = raw["dflash_config"] | {"target_layer_ids": np.array([0, 2])}
     assert DrafterConfig.from_dict(arrays) == DrafterConfig.from_dict(raw)
-    for name in ("hidden_size", "vocab_size", "block_size"):
+    for name in ("hidden_size", "vocab_size"):
         with pytest.raises(ValueError, match=rf"^DrafterConfig: {name}.* must be .*, got \[\]"):
             DrafterConfig.from_dict(raw | {name: np.array([])})
 
