@@ -48,7 +48,7 @@ def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Promp
         return [prompt], False
     if hasattr(prompt, "tolist"):  # an array
         return split_prompts(prompt.tolist())
-    if not isinstance(prompt, Sequence) or not prompt:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
         raise ValueError(f"prompt: must be text, messages, token ids or a list of these, got {shown(prompt)}")
     if all(_is_id(item) for item in prompt) or all(_is_message(item) for item in prompt):
         return [list(prompt)], False

@@ -33,7 +33,7 @@ def token_ids(name: str, value: Any, vocab_size: int | None = None) -> list[int]
     """
     items = value.tolist() if hasattr(value, "tolist") else value
     items = [items] if isinstance(items, Integral) else items
-    if not isinstance(items, Iterable) or isinstance(items, (str, Mapping)):
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, Mapping)):
         raise ValueError(f"{name}: must be token ids, got {shown(value)}")
     found = [item.tolist() if hasattr(item, "tolist") else item for item in items]
     for item in found:

@@ -130,7 +130,7 @@ def check(out: Generation, asked: dict[str, Any]) -> None:
         assert 0 <= kept <= drafted <= verified <= 9
     assert pair(None).tokenizer.decode(ids, skip_special_tokens=True).startswith(out.text.rstrip("�"))
     check_stops(out, asked)
-    if "logprobs" in asked and asked["logprobs"] not in (None, False):
+    if (wanted := asked.get("logprobs")) is not None and wanted is not False:
         assert out.logprobs is not None
         assert [listed.token_id for listed in out.logprobs] == ids
         for listed in out.logprobs:
