@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pydflash.checkpoints.config import DrafterConfig
-from pydflash.checkpoints.values import cut, shown
+from pydflash.messages import cut, shown
 
 FORMAT = 1
 POSITIONS = 1 << 20  # that the rotary tables of a graph reach

@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from pydflash.checkpoints.keys import MOST_LAYERS
 from pydflash.checkpoints.rope import canonical_rope
-from pydflash.checkpoints.values import MOST, shown
+from pydflash.checkpoints.values import MOST
+from pydflash.messages import shown
 
 from .layer_graph import LayerGraph, Weights
 from .linear import Linears

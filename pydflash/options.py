@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from .messages import shown
 from .sampling import SamplingParams, is_integer
 from .target.defaults import KEYS, GenerationDefaults
 from .target.values import token_biases, token_ids
@@ -143,7 +144,7 @@ class Options:
                 raise TypeError(f"{where}() got an unexpected keyword argument {name!r}{hint}")
         for name, (kinds, what) in _FORMS.items():
             if (value := given.get(name)) is not None and not isinstance(value, kinds):
-                raise ValueError(f"{name}: must be {what}, got {value!r:.100}")
+                raise ValueError(f"{name}: must be {what}, got {shown(value)}")
         return cls(**{name: value for name, value in given.items() if name in names}, config_keys=keys)
 
     @classmethod
@@ -351,10 +352,11 @@ def _limit(count: Any, defaults: GenerationDefaults, prompt_length: int, max_len
             raise ValueError("max_new_tokens: must be a number: the target states no context limit, got None")
         return room
     if not is_integer(count) or count < 0:
-        raise ValueError(f"max_new_tokens: must be an integer >= 0, got {count!r}")
+        raise ValueError(f"max_new_tokens: must be an integer >= 0, got {shown(count)}")
     if room is None and count > MOST_TOKENS:
         raise ValueError(
-            f"max_new_tokens: must be at most {MOST_TOKENS} where the target states no context limit, got {count!r}"
+            f"max_new_tokens: must be at most {MOST_TOKENS} where the target states no context limit, "
+            f"got {shown(count)}"
         )
     return int(count) if room is None else min(int(count), room)
 
@@ -364,7 +366,7 @@ def _count(logprobs: Any) -> int | None:
         return None
     count = 0 if logprobs is True else logprobs
     if not isinstance(count, Integral) or not 0 <= int(count) <= MOST_LOGPROBS:
-        raise ValueError(f"logprobs: must be None or 0 to {MOST_LOGPROBS}, got {logprobs!r}")
+        raise ValueError(f"logprobs: must be None or 0 to {MOST_LOGPROBS}, got {shown(logprobs)}")
     return int(count)
 
 

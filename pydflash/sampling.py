@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .messages import shown
+
 MOST_TEMPERATURE = 1e30  # above it, float32 arithmetic on logits / temperature means nothing
 
 MOST_PENALTY = 1e30  # above it, and below its inverse, float32 has no room for a penalised logit
@@ -43,28 +45,30 @@ class SamplingParams:
         for name, high in (("temperature", float("inf")), ("min_p", 1.0), ("top_p", 1.0)):
             value: Any = getattr(self, name)
             if not (_is_number(value) and 0.0 <= value <= high):
-                raise ValueError(f"sampling: {name} must be a number from 0 to {high:g}, got {value!r}")
+                raise ValueError(f"sampling: {name} must be a number from 0 to {high:g}, got {shown(value)}")
             if value > MOST_TEMPERATURE:  # before a conversion that may overflow
-                raise ValueError(f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {value!r}")
+                raise ValueError(
+                    f"sampling: temperature must be finite, at most {MOST_TEMPERATURE:g}, got {shown(value)}"
+                )
             object.__setattr__(self, name, float(value))
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not (_is_number(value) and -MOST_PENALTY <= value <= MOST_PENALTY):
                 raise ValueError(
-                    f"sampling: {name} must be a finite number of at most {MOST_PENALTY:g} in size, got {value!r}"
+                    f"sampling: {name} must be a finite number of at most {MOST_PENALTY:g} in size, got {shown(value)}"
                 )
             object.__setattr__(self, name, float(value))
         if self.repetition_penalty < 1 / MOST_PENALTY:
             raise ValueError(
                 f"sampling: repetition_penalty must be above 0, at least {1 / MOST_PENALTY:g}, "
-                f"got {self.repetition_penalty!r}"
+                f"got {shown(self.repetition_penalty)}"
             )
         if self.top_p == 0:
             raise ValueError("sampling: top_p must be above 0, got 0")
         if not is_integer(self.top_k) or self.top_k < 0:
-            raise ValueError(f"sampling: top_k must be an integer >= 0, got {self.top_k!r}")
+            raise ValueError(f"sampling: top_k must be an integer >= 0, got {shown(self.top_k)}")
         if self.top_k >= 2**31:
-            raise ValueError(f"sampling: top_k must be below 2**31, got {self.top_k!r}")
+            raise ValueError(f"sampling: top_k must be below 2**31, got {shown(self.top_k)}")
         object.__setattr__(self, "top_k", int(self.top_k))
 
     @property
@@ -157,16 +161,19 @@ def row_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
     """
     if seed is None:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist()
-    if isinstance(seed, Integral) and not isinstance(seed, bool):
+    given = seed
+    if hasattr(seed, "tolist"):  # of an array or a tensor
+        seed = seed.tolist()
+    if is_integer(seed):
         return [_signed(seed)] * batch
     if not isinstance(seed, Sequence) or len(seed) != batch:
-        raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {seed!r}")
+        raise ValueError(f"sampling: seed must be a number or {batch} numbers (one per prompt), got {shown(given)}")
     return [_signed(s) for s in seed]
 
 
 def _signed(seed: Any) -> int:
     """The same 64 bits as a signed integer, as torch stores them."""
     if not is_integer(seed) or not -(2**63) <= int(seed) < 2**64:
-        raise ValueError(f"sampling: seed must be an integer of 64 bits, got {seed!r}")
+        raise ValueError(f"sampling: seed must be an integer of 64 bits, got {shown(seed)}")
     seed = int(seed)
     return seed - 2**64 if seed >= 2**63 else seed

@@ -13,6 +13,7 @@ from torch import nn
 
 from .assemble import assemble, check_drafter, exported_pair, fitted_drafter, shared_turns, target_of
 from .checkpoints.sources import check_onnx_keywords, split_keywords, target_source
+from .messages import shown as value_shown
 from .ops import backends
 from .options import DEFAULT_TOKENS, MOST_TEXTS, LogitsProcessor, MoreOptions, Options, resolve
 from .progress import advance, shown, step
@@ -295,7 +296,7 @@ class Speculator:
         given = Options.of_call("generate", locals())
         prompts, many = split_prompts(prompt, return_errors)
         if not is_integer(n) or not 1 <= n <= MOST_TEXTS:
-            raise ValueError(f"n: must be an integer of 1 to {MOST_TEXTS}, got {n!r}")
+            raise ValueError(f"n: must be an integer of 1 to {MOST_TEXTS}, got {value_shown(n)}")
         if streamer is not None and (many or n > 1):
             raise ValueError(f"streamer: must be None for several texts, got one for {len(prompts)} x {n}")
         rows = given.texts(len(prompts), int(n), several=many or n > 1)

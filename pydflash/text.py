@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .messages import cut, shown
+
 Prompt = Any  # text, chat messages, token ids (list or tensor), or a list of these
 
 
@@ -32,7 +34,7 @@ def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Promp
         return ([prompt.tolist()], False) if prompt.dim() == 1 else (prompt.tolist(), True)
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
-            raise ValueError(f"prompt: a mapping must have 'input_ids', got {sorted(prompt)}")
+            raise ValueError(f"prompt: a mapping must have 'input_ids', got {shown(list(prompt))}")
         rows, many = split_prompts(prompt["input_ids"])
         if prompt.get("attention_mask") is not None:  # what it does not show is padding
             mask = prompt["attention_mask"]
@@ -46,8 +48,8 @@ def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Promp
         return [prompt], False
     if hasattr(prompt, "tolist"):  # an array
         return split_prompts(prompt.tolist())
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise ValueError(f"prompt: must be text, messages, token ids or a list of these, got {prompt!r}")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)) or not prompt:
+        raise ValueError(f"prompt: must be text, messages, token ids or a list of these, got {shown(prompt)}")
     if all(_is_id(item) for item in prompt) or all(_is_message(item) for item in prompt):
         return [list(prompt)], False
     singles: list[Prompt] = []
@@ -56,7 +58,7 @@ def split_prompts(prompt: Prompt, keep_errors: bool = False) -> tuple[list[Promp
         try:
             found, many = split_prompts(item)
             if many:
-                raise ValueError("prompt: lists of prompts must not be nested deeper")
+                raise ValueError(f"prompt: must be a list of single prompts, got {shown(item)} in one")
             singles += found
         except ValueError as error:
             if not keep_errors:
@@ -109,7 +111,7 @@ def encode(
     if not ids:
         raise ValueError("prompt: must have at least one token, got none")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"prompt: token ids must be 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+        raise ValueError(f"prompt: token ids must be 0 to {vocab_size - 1}, got {shown(min(ids))} to {shown(max(ids))}")
     return ids
 
 
@@ -129,7 +131,7 @@ def _tokenize(
             raise ValueError("prompt: messages need a chat template, got a tokenizer without one")
         for name, value in (("tools", tools), ("chat_template_kwargs", template_kwargs)):
             if value:
-                raise ValueError(f"{name}: need a chat template, got {value!r} without one")
+                raise ValueError(f"{name}: need a chat template, got {shown(value)} without one")
         return list(tokenizer(_valid(prompt))["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_plain(m) for m in prompt]
     last_is_open = messages[-1]["role"] == "assistant" if continue_final is None else continue_final
@@ -146,7 +148,9 @@ def _tokenize(
             },
         )
     except _template_errors() as error:
-        raise ValueError(f"prompt: the chat template does not take these messages: {_short(error)}") from error
+        raise ValueError(
+            f"prompt: the chat template does not take these messages: {cut(str(error))}, got {shown(prompt)}"
+        ) from error
     return list(tokenizer(_valid(text), add_special_tokens=False)["input_ids"])
 
 
@@ -167,7 +171,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         not isinstance(part, (str, Mapping)) or (isinstance(part, Mapping) and not isinstance(part.get("text"), str))
         for part in parts
     ):
-        raise ValueError(f"prompt: a message's content must be text, or parts of type 'text', got {_short(content)}")
+        raise ValueError(f"prompt: a message's content must be text, or parts of type 'text', got {shown(content)}")
     return {**message, "content": "".join(part if isinstance(part, str) else part["text"] for part in parts)}
 
 
@@ -181,11 +185,6 @@ def _valid(text: str) -> str:
             "(bytes of another encoding?)"
         ) from None
     return text
-
-
-def _short(value: object, limit: int = 200) -> str:
-    text = str(value) if isinstance(value, BaseException) else repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 class _Reading:
@@ -255,7 +254,7 @@ class Output:
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings: need a tokenizer, got a Speculator without one")
         if any(not isinstance(s, str) or not s for s in stop_strings):
-            raise ValueError(f"stop_strings: must be non-empty strings, got {list(stop_strings)!r:.100}")
+            raise ValueError(f"stop_strings: must be non-empty strings, got {shown(list(stop_strings))}")
         self._tokenizer = tokenizer
         self.limit = limit
         self._stop_ids = frozenset(stop_token_ids)
@@ -316,7 +315,7 @@ class Output:
             ids = torch.tensor([[*self._prompt, *token_ids]])
             met = [criterion(ids, None) for criterion in self._criteria]
             if wrong := [a for a in met if not isinstance(a, (bool, Tensor)) and not hasattr(a, "any")]:
-                raise ValueError(f"stopping_criteria: must return True or False, got {_short(wrong[0])}")
+                raise ValueError(f"stopping_criteria: must return True or False, got {shown(wrong[0])}")
             self._met.append(any(bool(torch.as_tensor(answer).any()) for answer in met))
         return self._met[len(token_ids) - 1]
 

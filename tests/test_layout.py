@@ -12,22 +12,35 @@ import source_graph
 from source_graph import PACKAGE, ROOT, borrowed, edges_of, graph, inner, knots, modules, owned, room, within
 
 # What a room imports of the package, itself aside; also inside functions. A file beside the rooms is one of its own.
-BASE = {"ops", "decoder", "checkpoints", "tree", "sampling", "stats", "text", "request", "protocols", "progress"}
+BASE = {
+    "ops",
+    "decoder",
+    "checkpoints",
+    "tree",
+    "sampling",
+    "stats",
+    "text",
+    "request",
+    "protocols",
+    "progress",
+    "messages",
+}
 ROOMS: dict[str, set[str]] = {
     "ops": set(),
     "progress": set(),
-    "checkpoints": {"progress"},
+    "messages": set(),
+    "checkpoints": {"progress", "messages"},
     "tree": set(),
-    "sampling": set(),
+    "sampling": {"messages"},
     "stats": set(),
-    "text": set(),
+    "text": {"messages"},
     "decoder": {"ops"},
     "protocols": {"decoder", "tree", "sampling", "stats"},
-    "request": {"sampling", "stats", "text", "protocols"},
-    "target": {"decoder", "checkpoints", "ops", "tree", "protocols", "sampling", "progress"},
-    "drafter": {"decoder", "checkpoints", "ops", "protocols"},
+    "request": {"sampling", "stats", "text", "protocols", "messages"},
+    "target": {"decoder", "checkpoints", "ops", "tree", "protocols", "sampling", "progress", "messages"},
+    "drafter": {"decoder", "checkpoints", "ops", "protocols", "messages"},
     "rounds": BASE - {"checkpoints"},
-    "export": {"drafter", "checkpoints", "ops", "protocols"},
+    "export": {"drafter", "checkpoints", "ops", "protocols", "messages"},
     "options": BASE | {"target"},
     "settings": set(),
     "assemble": BASE | {"rounds", "target", "drafter", "export"},
@@ -46,7 +59,7 @@ KNOWS_ONLY: dict[str, set[str]] = {
     "decoder.adjacent": set(),
     "decoder.stores": {"ops"},
     "drafter.rope": set(),
-    **{name: set(CONFIG) for name in CONFIG},
+    **{name: CONFIG | {"messages"} for name in CONFIG},
     "bench.report": {"bench.figures"},
 }
 # And pairs that stay apart: the first works without the second.
@@ -59,7 +72,18 @@ APART = (
 TRANSFORMERS = ("target", "training.toy", "training.toy_target")
 HEAVY = {"torch", "transformers", "numpy", "rich"}
 LIGHT = (
-    *("__init__", "__main__", "stats", "protocols", "progress", "cli", "cli.commands", "cli.threads", "ops.backends"),
+    *(
+        "__init__",
+        "__main__",
+        "stats",
+        "protocols",
+        "progress",
+        "messages",
+        "cli",
+        "cli.commands",
+        "cli.threads",
+        "ops.backends",
+    ),
     *CONFIG,
 )
 NEEDED_WITHOUT_TORCH = {
@@ -181,7 +205,7 @@ def test_heavy_packages_wait_until_they_are_needed() -> None:
 def test_the_drafter_on_onnx_runtime_imports_neither_torch_nor_onnx() -> None:
     for name in NEEDED_WITHOUT_TORCH:
         assert not {room(edge.name) for edge in graph()[name]} & {"torch", "transformers", "onnx", "onnx_ir"}, name
-        allowed = NEEDED_WITHOUT_TORCH | {"checkpoints.config", "checkpoints.values", "protocols"}
+        allowed = NEEDED_WITHOUT_TORCH | {"checkpoints.config", "checkpoints.values", "protocols", "messages"}
         assert inner(name) <= allowed, name
 
 

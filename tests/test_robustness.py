@@ -36,7 +36,7 @@ def test_stop_ids_of_any_integer_type(model: Any, greedy: list[int], kind: Any) 
     assert out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("wrong", ["a", ["a"], [1.5], {"a": 1}, [None]])
+@pytest.mark.parametrize("wrong", ["a", b"a", ["a"], [1.5], {"a": 1}, [None]])
 def test_stop_ids_of_another_type_are_refused(model: Any, wrong: Any) -> None:
     with pytest.raises(ValueError, match="stop_token_ids: must be token ids, got"):
         Speculator(model, None).generate(PROMPT, 4, stop_token_ids=wrong)

@@ -60,9 +60,10 @@ def test_what_a_prompt_may_be(prompt: Any, singles: list[Any], many: bool) -> No
     [
         ([], "must be text, messages, token ids or a list of these, got []"),
         (None, "must be text, messages, token ids or a list of these, got None"),
+        (b"3", "must be text, messages, token ids or a list of these, got b'3'"),
         (7, "must be text, messages, token ids or a list of these, got 7"),
         ([3, True], "got True|got 3"),
-        ([[["a"]]], "must not be nested deeper"),
+        ([[["a"]]], "must be a list of single prompts, got ['a'] in one"),
         ([{"content": "no role"}], "a mapping must have 'input_ids', got ['content']"),
         (torch.zeros(1, 2, 3, dtype=torch.long), "must be [P] or [B, P] integers, got [1, 2, 3]"),
         (torch.tensor([True, False]), "must be [P] or [B, P] integers, got [2] torch.bool"),

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..messages import shown
 from .keys import LAYER_TYPES, MOST_LAYERS, VERSION_2_KEYS
 from .layouts import read_config, write_speculators, write_zlab
 from .rope import canonical_rope
-from .values import MOST, at_least_one, boolean, fail, positive, shown
+from .values import MOST, at_least_one, boolean, fail, positive
 
 LAYOUTS = ("zlab", "speculators")
 DEFAULT_CANDIDATES = 16  # of a slot, where no selector names a number

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .values import cut, shown
+from ..messages import cut, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

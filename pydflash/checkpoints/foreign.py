@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..messages import cut, shown
 from .keys import NESTED, READ, VERSION_2_KEYS, Keys
-from .values import cut, fail, shown, warn
+from .values import fail, warn
 
 # Keys of sibling algorithms and variants: any other value means other maths than this package computes.
 _ONLY: dict[str, tuple[Any, ...]] = {

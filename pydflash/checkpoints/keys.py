@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .values import at_least_one, fail, section, shown, warn
+from ..messages import shown
+from .values import at_least_one, fail, section, warn
 
 _ARCHITECTURES = {
     "DFlashDraftModel": 1,

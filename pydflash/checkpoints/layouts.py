@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..messages import shown
 from .foreign import refuse_other_maths
 from .keys import LAYER_TYPES, MOST_LAYERS, VERSION_2_KEYS, Keys
 from .rope import read_rope
-from .values import at_least_one, boolean, fail, positive, section, shown, warn
+from .values import at_least_one, boolean, fail, plain, positive, section, warn
 
 if TYPE_CHECKING:
     from .config import DrafterConfig
@@ -24,6 +25,7 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError that names the key, expected and got; warns where two places of a config disagree.
     """
+    raw = plain(raw)
     keys = Keys(raw)
     refuse_other_maths(keys)
     num_layers = keys.integer("num_hidden_layers", "the number of drafter layers")

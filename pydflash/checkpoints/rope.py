@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..messages import shown
 from .keys import LAYER_TYPES, Keys
-from .values import at_least_one, boolean, fail, positive, shown, warn
+from .values import at_least_one, boolean, fail, positive, warn
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..messages import shown
 from .files import is_hub_id, local_folder, read_json
 from .keys import is_drafter
 from .smollm2 import ensure_smollm2
-from .values import shown
 
 Source = str | os.PathLike[str]
 

@@ -1,32 +1,15 @@
-"""Values of a drafter's config: what they must be, and how they are shown where they are not."""
+"""Values of a drafter's config: what they must be, and the error where they are not."""
 
 from __future__ import annotations
 
-import reprlib
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ..messages import cut, shown
+
 MOST = 2**31 - 1  # the kernels count in 32 bits
 _MOST_FLOAT = 3.4e38  # and compute in float32
-_SHOWN = 300
-
-_short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 4, 200, 200, 60
-_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 20
-
-
-def shown(value: object) -> str:
-    """A value for a message: its repr, cut where a hostile file made it long or deep."""
-    try:
-        return cut(_short.repr(value))
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits
-        return f"a {type(value).__name__} that is too long to show"
-
-
-def cut(text: str) -> str:
-    """A text for a message, at most 300 characters of it."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def fail(key: str, expected: str, got: object) -> NoReturn:
@@ -37,6 +20,15 @@ def fail(key: str, expected: str, got: object) -> NoReturn:
 def warn(message: str) -> None:
     """Warn that something in the config is overruled or guessed."""
     warnings.warn(f"DrafterConfig: {message}", stacklevel=2)
+
+
+def plain(value: Any, depth: int = 4) -> Any:
+    """A config's content with arrays as lists and their scalars as numbers, as deep as its sections go."""
+    if isinstance(value, Mapping) and depth:
+        return {name: plain(item, depth - 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [item.tolist() if hasattr(item, "tolist") else item for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -20,8 +20,10 @@ from ..decoder.block import block_masks
 from ..decoder.fingerprints import Fingerprint
 from ..decoder.linear import Projection
 from ..decoder.stores import KVCache
+from ..messages import shown
 from ..ops import reference
 from ..protocols import Proposal
+from .arguments import check_features, check_room, seeds_of, size_of_block, temperature_of
 from .decoder import DrafterDecoder, decoder_of
 from .layers import CandidateSelector, Convolve, DrafterLayer, check_context, stack_context
 from .names import CanonicalNames
@@ -34,7 +36,7 @@ def _exact_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Drafter, tensor: Tensor, *args: Any, **options: Any) -> Any:
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{method.__name__}: its first argument must be a tensor, got {type(tensor).__name__}")
+            raise ValueError(f"{method.__name__}: the first argument must be a tensor, got {shown(tensor)}")
         with torch.autocast(tensor.device.type, enabled=False):
             return method(self, tensor, *args, **options)
 
@@ -162,6 +164,7 @@ class Drafter(CanonicalNames):
 
         A drafter in which every layer has a window keeps a ring of the window's size instead.
         """
+        check_room(batch, capacity)
         config = self.config
         windows = [config.window(layer) for layer in range(config.num_layers)]
         self._renew()
@@ -190,14 +193,8 @@ class Drafter(CanonicalNames):
         Raises: ValueError if the features' width is wrong or the cache is full.
         """
         held = cache.lengths.shape[0]
-        if features.dim() != 3 or features.shape[0] != held or features.shape[2] != self.fc.in_features:
-            raise ValueError(
-                f"append_context: features must be [B, C, {self.fc.in_features}], B = {held} as the cache's, "
-                f"got {list(features.shape)}"
-            )
+        check_features(features, counts, held, self.fc.in_features)
         batch, rows, _ = features.shape
-        if counts is not None and counts.shape != (batch,):
-            raise ValueError(f"append_context: counts must be [{batch}], got {list(counts.shape)}")
         self.reserve(cache.capacity + self.config.block_size)  # the cache may come from another instance
         skipped = max(0, rows - cache.rows) if counts is None else 0  # a ring would overwrite them at once
         features = features[:, skipped:].to(self.dtype)
@@ -402,15 +399,15 @@ class Drafter(CanonicalNames):
         Raises: ValueError if block_size is not 1 .. the trained size.
         """
         config = self.config
-        size = config.block_size if block_size is None else block_size
-        if not isinstance(size, int) or not 1 <= size <= config.block_size:
-            raise ValueError(f"propose: block_size must be 1 to {config.block_size} (as trained), got {size!r:.100}")
+        size = size_of_block(anchors, block_size, cache.lengths.shape[0], config.block_size)
         self.reserve(cache.capacity + config.block_size)
-        hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
+        try:
+            hidden = self.hidden(anchors, cache, embed, size)[:, 1:]
+        except IndexError as error:  # torch looks at ids on a CPU
+            raise ValueError(f"propose: anchors must be ids of the embedding table, got {shown(anchors)}") from error
         selector = self.candidate_selector
         projected = None if selector is None else selector.hidden_projection(hidden)
-        if isinstance(seeds, Sequence):
-            seeds = torch.tensor(list(seeds), device=anchors.device)
+        seeds = seeds_of(seeds, anchors.device)
         logits = self.logits(hidden, head)
         tokens, candidates, probs, scores = self.ops.path_select(
             logits,
@@ -418,7 +415,7 @@ class Drafter(CanonicalNames):
             None if selector is None else selector.predecessor_codebook,
             None if selector is None else selector.successor_codebook,
             anchors,
-            temperature,
+            temperature_of(temperature),
             seeds,
             cache.lengths,
             config.num_candidates,

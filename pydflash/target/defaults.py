@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..messages import shown
 from ..sampling import SamplingParams
 from .values import checked, token_ids
 
@@ -295,7 +296,7 @@ def _check(name: str, value: Any) -> None:
     if key is not None and key.how == "refused" and value is not None and not _is_off(name, value):
         why = f" ({key.note})" if key.note else ""
         raise ValueError(
-            f"Speculator: generation_config.{name} is not honoured here{why}; set it to None, got {value!r}"
+            f"Speculator: generation_config.{name} is not honoured here{why}; set it to None, got {shown(value)}"
         )
 
 
@@ -308,5 +309,5 @@ def _watermark(config: Any, vocab_size: int, device: torch.device) -> Any:
     except TypeError as error:
         raise ValueError(f"watermarking_config: must hold the keys of a WatermarkingConfig ({error})") from error
     if not hasattr(made, "construct_processor"):
-        raise ValueError(f"watermarking_config: must be a WatermarkingConfig or a dictionary, got {config!r:.100}")
+        raise ValueError(f"watermarking_config: must be a WatermarkingConfig or a dictionary, got {shown(config)}")
     return made.construct_processor(vocab_size, device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.sources import refuse_drafter, target_source
-from ..checkpoints.values import cut
+from ..messages import cut
 from ..progress import step
 
 # Keywords of `from_pretrained` that say where the files are, so that the config is read from the same place.

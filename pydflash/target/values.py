@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
-from ..checkpoints.values import shown
+from ..messages import shown
 from ..sampling import MOST_PENALTY, is_integer
 
 
@@ -33,9 +33,9 @@ def token_ids(name: str, value: Any, vocab_size: int | None = None) -> list[int]
     """
     items = value.tolist() if hasattr(value, "tolist") else value
     items = [items] if isinstance(items, Integral) else items
-    if not isinstance(items, Iterable) or isinstance(items, (str, Mapping)):
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, Mapping)):
         raise ValueError(f"{name}: must be token ids, got {shown(value)}")
-    found = [item.item() if hasattr(item, "item") else item for item in items]
+    found = [item.tolist() if hasattr(item, "tolist") else item for item in items]
     for item in found:
         if not is_integer(item):
             raise ValueError(f"{name}: must be token ids, got {shown(value)}")
@@ -55,12 +55,12 @@ def token_biases(name: str, biases: Mapping[int, float] | None, vocab_size: int)
         raise ValueError(f"{name}: must be a mapping of token ids to numbers, got {type(biases).__name__}")
     found: dict[int, float] = {}
     for token, value in biases.items():
-        number = int(token) if isinstance(token, str) and token.isdecimal() else token
+        number = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
         if not is_integer(number) or not 0 <= int(number) < vocab_size:
             raise ValueError(f"{name}: token ids must be 0 to {vocab_size - 1}, got {shown(token)}")
         if isinstance(value, bool) or not isinstance(value, Real) or not value <= MOST_PENALTY:
             raise ValueError(
-                f"{name}: values must be numbers of at most {MOST_PENALTY:g}, got {shown(value)} for {token!r}"
+                f"{name}: values must be numbers of at most {MOST_PENALTY:g}, got {shown(value)} for {shown(token)}"
             )
         found[int(number)] = float(value) if value >= -MOST_PENALTY else -math.inf
     return found
@@ -83,7 +83,10 @@ def _number(name: str, value: Any, _: int | None = None, *, meaning: str, fits: 
     """A number within its range, which NaN is in none of."""
     if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
         raise ValueError(f"{name}: must be {meaning}, got {shown(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be {meaning}, that a float has, got {shown(value)}") from None
 
 
 def _sequences(name: str, value: Any, vocab_size: int | None) -> list[list[int]]:

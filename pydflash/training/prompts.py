@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.values import cut, shown
+from ..messages import cut, shown
 
 NGRAM = 13  # words in a row that make two prompts near copies of each other
 SHORTEST = 5  # an evaluation text of fewer words is only looked for as a whole prompt

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.files import write_file
-from ..checkpoints.values import cut
+from ..messages import cut
 from .generate import BatchGenerator, BatchRequest, Response
 from .prompts import Chat, Prompt, PromptSet
 

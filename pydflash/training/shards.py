@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from ..checkpoints.files import read_json, write_file
-from ..checkpoints.values import cut, shown
 from ..checkpoints.wheel import sha256_of
+from ..messages import cut, shown
 
 FORMAT = 1
 MANIFEST = "manifest.json"
