@@ -82,8 +82,8 @@ def test_seeds_may_be_an_array() -> None:
     ("changes", "message"),
     [
         ({"batch": 0}, "new_cache: batch must be an integer of 1 to 2147483647, got 0"),
-        ({"capacity": -1}, "new_cache: capacity must be an integer of 0 to 2147483647, got -1"),
-        ({"capacity": 2.0}, "new_cache: capacity must be an integer of 0 to 2147483647, got 2.0"),
+        ({"capacity": -1}, "new_cache: capacity must be an integer of 1 to 2147483647, got -1"),
+        ({"capacity": 2.0}, "new_cache: capacity must be an integer of 1 to 2147483647, got 2.0"),
         ({"features": [1.0]}, "append_context: the first argument must be a tensor, got [1.0]"),
         ({"features": torch.zeros(1, 3, 2 * HIDDEN).long()}, "append_context: features must be a tensor of floating"),
         ({"counts": [1]}, "append_context: counts must be [1] integers, got [1]"),

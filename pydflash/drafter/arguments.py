@@ -16,7 +16,7 @@ _MOST_TEMPERATURE = 1e30
 
 def check_room(batch: Any, capacity: Any) -> None:
     """Raise ValueError unless these are sizes of a cache."""
-    for name, value, least in (("batch", batch, 1), ("capacity", capacity, 0)):
+    for name, value, least in (("batch", batch, 1), ("capacity", capacity, 1)):
         if not _is_integer(value) or not least <= value <= MOST:
             raise ValueError(f"new_cache: {name} must be an integer of {least} to {MOST}, got {shown(value)}")
 
