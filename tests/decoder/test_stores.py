@@ -210,5 +210,7 @@ def test_room_is_checked() -> None:
     with pytest.raises(ValueError, match="KVCache: capacity must be at least 12 positions, got 10"):
         windowed.append_context(randn(1, 12, 128), windowed.new_cache(1, 10))
     for batch, capacity in ((0, 4), (1, 0)):
-        with pytest.raises(ValueError, match=r"new_cache: (batch|capacity) must be an integer of 1 to 2147483647, got 0"):
+        with pytest.raises(
+            ValueError, match=r"new_cache: (batch|capacity) must be an integer of 1 to 2147483647, got 0"
+        ):
             drafter.new_cache(batch, capacity)
