@@ -344,3 +344,11 @@ def test_a_template_that_refuses_and_text_that_is_no_unicode() -> None:
     for tokenizer in (byte_tokenizer(), byte_tokenizer(TEMPLATE)):
         with pytest.raises(ValueError, match=r"prompt: text must be valid Unicode, got '\\ud800' at character"):
             encode("ok \ud800 bad", tokenizer, None, 257)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ range(10**10) | list }}", "{{ cycler() }}", "{{ messages.x.y }}"]
+)
+def test_what_a_template_raises_is_an_error_of_the_prompt(template: str) -> None:
+    with pytest.raises(ValueError, match=r"^prompt: the chat template does not take these messages: "):
+        encode("hi", byte_tokenizer(template), None, 257)

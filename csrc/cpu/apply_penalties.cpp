@@ -18,7 +18,7 @@ void slot(const ApplyPenaltiesParams& p, int b, int i) {
   for (int j = 1; j < p.slots; ++j) {
     const int64_t v = tokens[j];
     if ((sees >> j & 1) == 0 || v < 0 || v >= p.vocab_size) continue;
-    const int count = counts[v] + drafts_on_path(tokens, p.slots, sees, v);
+    const int count = int(uint32_t(counts[v]) + uint32_t(drafts_on_path(tokens, p.slots, sees, v)));  // of any value
     out[v] = penalised(to_float(logits[v]), in_prompt[v] != 0, count, repetition, presence, frequency, bias[v]);
   }
 }

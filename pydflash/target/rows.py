@@ -146,7 +146,12 @@ class GenericRows:
         return RowsCache(len(self.target.layers), batch, capacity, self.device)
 
     def derived(self) -> tuple[object, ...]:
-        """What buffers depend on; nothing is computed from weights."""
+        """What buffers depend on; nothing is computed from weights.
+
+        Raises: ValueError where the model's parameters are of another dtype than when it was taken.
+        """
+        if self.target.model.dtype != self.dtype:
+            self._refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
         return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
 
     def tables(self, positions: int) -> object:

@@ -12,6 +12,7 @@ from grids import slow
 from matching import assert_matches
 from tiny_models import TINY
 
+from pydflash import Speculator
 from pydflash.protocols import RowTarget, offers
 from pydflash.target.generic import Target
 from pydflash.target.rows import GenericRows, RowsCache
@@ -198,3 +199,14 @@ def test_calls_out_of_order_are_refused() -> None:
     for call in (lambda: rows.prefill(text_of(0)[:, :4], cache, 0), lambda: rows.verify(text_of(0)[:, :2], cache)):
         with pytest.raises(ValueError, match="target must be open, got one after close"):
             call()
+
+
+def test_a_model_that_changed_its_dtype_is_refused() -> None:
+    spec = Speculator(TINY["llama"](num_hidden_layers=3), None, target_path="generic")
+    prompts = [[1, 2, 3], [4, 5]]
+    before = spec.generate(prompts, 3)
+    spec.target.model.bfloat16()
+    with pytest.raises(ValueError, match=r"must have parameters of torch\.float32, as when it was taken, got"):
+        spec.generate(prompts, 3)
+    spec.target.model.float()
+    assert [len(one.token_ids) for one in spec.generate(prompts, 3)] == [len(one.token_ids) for one in before]
