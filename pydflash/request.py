@@ -128,7 +128,13 @@ class Request:
         known = torch.tensor([[*self.ids, *new]], device=logits.device, dtype=torch.long)
         scores = logits.to(torch.float32, copy=True)  # processors may write in place
         for processor in self.processors:
-            scores = processor(known, scores)
+            given = scores
+            try:
+                scores = processor(known, scores)
+            except ValueError:
+                if bool((given > -torch.inf).any()):
+                    raise
+                break  # one before it left no token, which some refuse in words of their own
             if not isinstance(scores, Tensor) or scores.shape != logits.shape:
                 got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                 raise ValueError(f"logits_processor: must return scores [1, V], got {got}")

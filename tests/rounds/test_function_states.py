@@ -172,3 +172,12 @@ def test_criteria_are_asked_once_a_token_beside_other_ends() -> None:
         given = {"max_new_tokens": 12, "temperature": 0.0, **options}
         out = spec.generate(PROMPTS[0], stopping_criteria=never, logits_processor=lambda ids, scores: scores, **given)
         assert asked == [len(PROMPTS[0]) + i for i in range(1, len(out.token_ids) + 1)]
+
+
+def test_filters_behind_a_processor_that_leaves_no_token_do_not_speak_first() -> None:
+    spec = Speculator(TINY["llama"](num_hidden_layers=3), None)
+    asked: dict[str, Any] = {"suppress_tokens": [0], "forced_eos_token_id": 0, "top_h": 1.0, "temperature": 0.7}
+    with pytest.raises(
+        ValueError, match=r"^logits_processor: must leave a token that can come next, got scores of -inf"
+    ):
+        spec.generate([3, 1, 4, 1, 5], 1, **asked)
