@@ -16,6 +16,19 @@ from devices import DEVICES, unusable
 
 from pydflash.ops import backends
 
+try:
+    from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
+except ImportError:
+    pass  # where the kernels alone are tested
+else:
+    # The same cases in every run; --hypothesis-profile=default draws others. Constants of the modules that happen to
+    # be loaded differ from worker to worker, so none are drawn.
+    settings.register_profile("same", derandomize=True, deadline=None, database=None)
+    settings.load_profile("same")
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
+
 backends.require()
 
 

@@ -307,7 +307,9 @@ def _watermark(config: Any, vocab_size: int, device: torch.device) -> Any:
     try:
         made = g.WatermarkingConfig(**config) if isinstance(config, dict) else config
     except TypeError as error:
-        raise ValueError(f"watermarking_config: must hold the keys of a WatermarkingConfig ({error})") from error
+        raise ValueError(
+            f"watermarking_config: must hold the keys of a WatermarkingConfig, got {shown(config)}"
+        ) from error
     if not hasattr(made, "construct_processor"):
         raise ValueError(f"watermarking_config: must be a WatermarkingConfig or a dictionary, got {shown(config)}")
     return made.construct_processor(vocab_size, device)

@@ -88,10 +88,8 @@ def pair(form: str | None) -> Speculator:
 
 
 def fuzz(count: int) -> Any:
-    """`count` examples, the same ones in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    """`count` examples of the profile that conftest.py sets."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def cases(some: int, every: int) -> Callable[[Any], Any]:

@@ -54,7 +54,7 @@ def test_equals_the_definition(device: torch.device, level: str, dtype: torch.dt
             assert_same(case, device)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
+@settings(max_examples=120, deadline=None, suppress_health_check=FIXTURES)
 @given(
     batch=st.integers(1, 5),
     slots=st.integers(1, 16),
