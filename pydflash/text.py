@@ -287,7 +287,9 @@ class Output:
 
         To be called for each of them in turn: a criterion is asked here for the last one, and not again by `extend`.
         """
-        if any(token in self._stop_ids for token in tokens) or len(self.token_ids) + len(tokens) >= self.limit:
+        if self.finish_reason is not None or any(token in self._stop_ids for token in tokens):
+            return True
+        if len(self.token_ids) + len(tokens) >= self.limit:
             return True
         if self._criteria and self._is_met([*self.token_ids, *tokens]):
             return True

@@ -167,6 +167,8 @@ def test_repetition_penalties_run_with_the_sampling() -> None:
         ({"max_time": "1"}, "max_time: must be a number of seconds >= 0, got '1'"),
         ({"bad_words_ids": []}, "bad_words_ids: "),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: "),
+        ({"forced_eos_token_id": []}, "forced_eos_token_id: must be what transformers takes for it"),
+        ({"watermarking_config": {"bais": 2.0}}, "must hold the keys of a WatermarkingConfig, got {'bais': 2.0}"),
         ({"num_beams": 2}, "nothing: beams are not offered"),
     ],
     ids=str,

@@ -141,6 +141,8 @@ def test_a_stop_token_ends_the_text_and_is_included() -> None:
     assert output.extend([*ids_of("abc"), 256, *ids_of("def")]) == ([*ids_of("abc"), 256], "abc")
     assert output.finish_reason == "stop"
     assert output.extend(ids_of("more")) == ([], "")
+    assert output.ends_with([])  # it has ended, whatever comes
+    assert output.ends_with(ids_of("more"))
     # A stop token that is also the last one allowed is a stop.
     output = Output(tokenizer, 2, [256], [])
     output.extend([97, 256])

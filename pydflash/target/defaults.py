@@ -227,7 +227,8 @@ class GenerationDefaults:
                 try:
                     found.append(make(value(name)))
                 except (ValueError, TypeError) as error:
-                    raise ValueError(f"{name}: {error}") from error
+                    got = shown(value(name))
+                    raise ValueError(f"{name}: must be what transformers takes for it ({error}), got {got}") from error
 
         add("sequence_bias", lambda x: g.SequenceBiasLogitsProcessor(x))
         add("encoder_repetition_penalty", lambda x: g.EncoderRepetitionPenaltyLogitsProcessor(x, prompt))

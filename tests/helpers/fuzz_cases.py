@@ -146,7 +146,7 @@ def check_stops(out: Generation, asked: dict[str, Any]) -> None:
     """Nothing stands behind a stop."""
     stops = asked.get("stop_token_ids")
     if stops is not None:
-        stops = torch.as_tensor(stops).flatten().tolist()
+        stops = torch.as_tensor(list(stops) if isinstance(stops, set) else stops).flatten().tolist()
         assert not set(out.token_ids[:-1]) & set(stops)
         if out.token_ids and out.token_ids[-1] in stops:
             assert out.finish_reason == "stop"
