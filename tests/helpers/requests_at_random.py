@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,20 @@ class Hidden:
         return self.name
 
 
+class Made:
+    """A value that is made anew for every request, since it keeps a state."""
+
+    def __init__(self, kind: Callable[[int], Any], number: int) -> None:
+        self.kind, self.number = kind, number
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__}({self.number})"
+
+
+def once(number: int) -> Iterator[int]:
+    return iter([number])
+
+
 HUGE, NO_REPR = Hidden(10**5000, "10**5000"), Hidden(Unprintable(), "Unprintable()")
 HOSTILE = st.sampled_from([
     True, -1, 0, 1, 3, 64, 2**31 - 1, 2**31, 2**63, 2**64 + 5, 2**70, -(2**63) - 1, HUGE, 0.5, -0.5, 1e308,
@@ -40,8 +55,8 @@ HOSTILE = st.sampled_from([
     [{"role": "user", "content": 3}], {"input_ids": [1], "attention_mask": [1, 1]}, {"input_ids": None}, {1, 2},
     np.int64(2), np.float32(0.5), np.float64("nan"), np.array([1, 2]), np.array([[1, 2], [3, 4]]), np.array(3.5),
     np.array([], dtype=np.int64), np.bool_(True), torch.tensor(1), torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]]),
-    torch.tensor([], dtype=torch.long), torch.tensor(True), object(), print, 1 + 2j, range(3), iter([1]), "x" * 5000,
-    [1] * 5000, NO_REPR, [NO_REPR], int, GenerationConfig(max_new_tokens=3),
+    torch.tensor([], dtype=torch.long), torch.tensor(True), object(), print, 1 + 2j, range(3), Made(once, 1),
+    "x" * 5000, [1] * 5000, NO_REPR, [NO_REPR], int, GenerationConfig(max_new_tokens=3),
 ])  # fmt: skip
 
 _TOKEN = st.integers(0, 256)
@@ -87,16 +102,6 @@ class EndsAt:
     def __call__(self, ids: torch.Tensor, scores: Any) -> bool:
         self.left -= 1
         return self.left <= 0
-
-
-class Made:
-    """An option that is made anew for every request, since it keeps a state."""
-
-    def __init__(self, kind: type, number: int) -> None:
-        self.kind, self.number = kind, number
-
-    def __repr__(self) -> str:
-        return f"{self.kind.__name__}({self.number})"
 
 
 def fresh(value: Any) -> Any:
