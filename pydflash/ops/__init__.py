@@ -15,4 +15,5 @@ from .convolutions import *
 from .linear import *
 from .norms import *
 from .paths import *
+from .recurrent import *
 from .sampling import *

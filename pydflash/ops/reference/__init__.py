@@ -12,4 +12,5 @@ from .linear import *
 from .norms import *
 from .numbers import *
 from .paths import *
+from .recurrent import *
 from .sampling import *
