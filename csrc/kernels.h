@@ -273,6 +273,12 @@ struct PackedLinearParams {
   int64_t out_stride;
 };
 
+}  // namespace pydflash
+
+#include "kernels_recurrent.h"
+
+namespace pydflash {
+
 // The kernels of each backend, each with its params. Declarations, the CPU's dispatch, the Python modules and their
 // `kernels` come from these lists; a kernel of a list that is written nowhere, or bound nowhere, does not link.
 #define PYDFLASH_KERNELS_OF_ALL(apply)           \
@@ -290,8 +296,9 @@ struct PackedLinearParams {
   apply(head_norm_rope, HeadNormRopeParams)      \
   apply(block_conv, BlockConvParams)
 
-#define PYDFLASH_KERNELS_cpu(apply) \
-  PYDFLASH_KERNELS_OF_ALL(apply)    \
+#define PYDFLASH_KERNELS_cpu(apply)   \
+  PYDFLASH_KERNELS_OF_ALL(apply)      \
+  PYDFLASH_KERNELS_RECURRENT(apply)   \
   apply(packed_linear, PackedLinearParams)
 #define PYDFLASH_KERNELS_cuda(apply) \
   PYDFLASH_KERNELS_OF_ALL(apply)     \

@@ -163,6 +163,18 @@ class TensorView {
     return *this;
   }
 
+  // Dimensions from `first` on lie as in a contiguous tensor; those before may have any strides.
+  const TensorView& dense_behind(int first) const {
+    if (empty()) return *this;
+    int64_t dense = 1;
+    for (int i = int(shape_.size()) - 1; i >= first; --i) {
+      if (shape_[size_t(i)] > 1 && strides_[size_t(i)] != dense)
+        fail(text("contiguous from dim ", first, " on"), text("stride ", strides_[size_t(i)], " in dim ", i));
+      dense *= shape_[size_t(i)];
+    }
+    return *this;
+  }
+
   void strides_to(int64_t* out, int count) const {
     needs(count);
     for (int i = 0; i < count; ++i) out[i] = strides_[size_t(i)];

@@ -33,6 +33,7 @@ def _out(x: Tensor, state: Tensor) -> Tensor:
     " Tensor(d!) block_g, bool in_order=True) -> Tensor",
     fake=lambda x, a, b, a_log, dt_bias, state, *_, **__: _out(x, state),
     reference=reference.delta_rule,
+    backends=("cpu",),
 )
 def delta_rule(
     x: Tensor,
@@ -58,7 +59,7 @@ def delta_rule(
     Args:
         x: [B, S, 2 Hk Dk + Hv Dv], the convolution's output: q, k and v of every slot, S at most 64.
         a, b: [B, S, Hv].
-        a_log, dt_bias: [Hv], of x's dtype or float32.
+        a_log, dt_bias: [Hv] float32.
         state: [B, Hv, Dk, Dv] float32, changed in place; Hv a multiple of Hk, Dk and Dv multiples of 16 up to 256.
         kept_k: [B, N, Hk, Dk] float32. kept_u: [B, N, Hv, Dv] float32. kept_g: [B, N, Hv] float32.
         kept_count: [B] int32, how many of the N entries count; `delta_commit` writes all four.
@@ -86,6 +87,7 @@ def delta_rule(
     " -> Tensor",
     fake=lambda x, a, b, a_log, dt_bias, state, key_heads: _out(x, state),
     reference=reference.delta_prompt,
+    backends=("cpu",),
 )
 def delta_prompt(
     x: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, key_heads: int
@@ -112,6 +114,7 @@ def delta_prompt(
     " Tensor(b!) kept_u, Tensor(c!) kept_g, Tensor(d!) kept_count, Tensor(e!) tail) -> ()",
     fake=lambda *_: None,
     reference=reference.delta_commit,
+    backends=("cpu",),
 )
 def delta_commit(
     block_k: Tensor,
@@ -147,17 +150,18 @@ def delta_commit(
     "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor tail, Tensor? visibility=None) -> Tensor",
     fake=lambda x, *_, **__: x.new_empty(x.shape),
     reference=reference.short_conv,
+    backends=("cpu",),
 )
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor, visibility: Tensor | None = None
 ) -> Tensor:
     """A causal convolution of each channel along the path of each slot, then SiLU.
 
-    Tap T - 1 meets the slot itself, the one before it the nearest ancestor, and so on; behind the first slot of a path
-    come the committed inputs. The sum is rounded before SiLU.
+    Tap 0 meets the slot itself, tap 1 its parent, and so on; before the first slot of a path stand the committed
+    inputs. The sum is rounded before SiLU.
 
     Args:
-        x: [B, S, C]. weight: [C, T], T in 2..8. bias: [C] or None.
+        x: [B, S, C]. weight: [T, C], T in 2..8. bias: [C] or None.
         tail: [B, T - 1, C], the last committed inputs, the newest last.
         visibility: [B or 1, S], as in `delta_rule`, S at most 64. None: a chain, of any length.
 
@@ -177,6 +181,7 @@ def short_conv(
     "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
     reference=reference.gated_rms_norm,
+    backends=("cpu",),
 )
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, times silu(gate). The normalised value and its product are each rounded.
@@ -190,5 +195,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """
     module, stream, device = module_for("gated_rms_norm", x, gate, weight)
     out = x.new_empty(x.shape)
-    module.gated_rms_norm(capsule(x.contiguous()), capsule(rows(gate)), capsule(weight), eps, capsule(out), stream, device)
+    module.gated_rms_norm(
+        capsule(x.contiguous()), capsule(rows(gate)), capsule(weight), eps, capsule(out), stream, device
+    )
     return out

@@ -145,6 +145,40 @@ class Base:
         x = self.floats(self.slots, self.width)
         return [x, self.rng.choice([None, x.clone()]), self.floats(self.width), 1e-6, 0.0, True]
 
+    def delta(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Inputs of a block, buffers of three tensors, and a state."""
+        b, s, hk, hv = self.batch, self.slots, self.heads, 2 * self.heads
+        inputs = [self.floats(b, s, 2 * hk * 16 + hv * 32), self.floats(b, s, hv), self.floats(b, s, hv)]
+        buffer = [torch.randn(b, s, hk, 16), torch.randn(b, s, hv, 32), torch.randn(b, s, hv)]
+        return [*inputs, torch.randn(hv), torch.randn(hv)], buffer, torch.randn(b, hv, 16, 32)
+
+    def delta_rule(self) -> list[Any]:
+        inputs, buffer, state = self.delta()
+        seen = torch.randint(0, 2**self.slots, (self.batch, self.slots))
+        block = [t.clone() for t in buffer]
+        return [*inputs, state, *buffer, self.int32(self.slots, self.batch), seen, *block, self.rng.random() < 0.5]
+
+    def delta_prompt(self) -> list[Any]:
+        inputs, _, state = self.delta()
+        return [*inputs, state, self.heads]
+
+    def delta_commit(self) -> list[Any]:
+        _, buffer, _ = self.delta()
+        block = [t[None].expand(self.layers, *t.shape).clone() for t in buffer]
+        inputs, tail = (self.floats(self.layers, self.batch, n, self.width) for n in (self.slots, 3))
+        index = self.int32(self.slots, self.batch, self.slots) - 1
+        return [*block, inputs, index, *(t.clone() for t in block), self.int32(3, self.batch), tail]
+
+    def short_conv(self) -> list[Any]:
+        b, s, c, taps = self.batch, self.slots, self.width, self.rng.randint(2, 8)
+        seen = self.rng.choice([None, torch.randint(0, 2**s, (b, s))])
+        bias = self.rng.choice([None, self.floats(c)])
+        return [self.floats(b, s, c), self.floats(taps, c), bias, self.floats(b, taps - 1, c), seen]
+
+    def gated_rms_norm(self) -> list[Any]:
+        m, h, d = self.batch, self.heads, self.width
+        return [self.floats(m, h, d), self.floats(m, h * d), self.floats(d), 1e-6]
+
     def swiglu(self) -> list[Any]:
         return [self.floats(self.slots, 2 * self.width)]
 

@@ -83,7 +83,7 @@ def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor, visibility: Tensor | None = None
 ) -> Tensor:
     """A causal convolution along each slot's path, then SiLU; see `pydflash.ops.short_conv`."""
-    taps, slots = weight.shape[1], x.shape[1]
+    taps, slots = weight.shape[0], x.shape[1]
     rows = torch.cat([tail, x], 1)
     place = torch.arange(slots, device=x.device).expand(len(x), -1) + taps - 1  # of tap 0 in `rows`
     if visibility is not None:
@@ -98,7 +98,7 @@ def short_conv(
             inside = order[:, :, min(t, slots - 1)] + taps - 1
             at = torch.where(t < depth, inside, taps - 2 - (t - depth))
         gathered = rows.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
-        total = total + widened(gathered) * widened(weight[:, taps - 1 - t])
+        total = total + widened(gathered) * widened(weight[t])
     return F.silu(widened(total.to(x.dtype))).to(x.dtype)
 
 
@@ -115,8 +115,9 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k [B, S, Hk, Dk] of length 1 and scaled, v [B, S, Hv, Dv], log decay and beta [B, S, Hv], all wide."""
     _, value_heads, key_dim, value_dim = state.shape
-    sizes = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(widened(x).split(sizes, -1), (key_dim, key_dim, value_dim)))
+    keys = key_heads * key_dim
+    q, k, v = widened(x).split((keys, keys, value_heads * value_dim), -1)
+    q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (-1, value_dim))
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _NORM_EPS) for part in (q, k))
     g = -widened(a_log).exp() * F.softplus(widened(a) + widened(dt_bias))
     beta = widened(b.sigmoid())  # rounded, as the model's own line rounds it
