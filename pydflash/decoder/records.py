@@ -15,6 +15,7 @@ from .. import ops
 from .block import Forward
 from .formats import WeightFormat, as_it_is
 from .linear import Projection
+from .prompt import prompt_attention
 from .stores import KVPart, KVShape, StoreShape
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Mixer(Protocol):
 
     def __call__(self, u: Tensor, part: Any, forward: Forward) -> Tensor:
         """Rows u [B * S, H] of a block to [B * S, H]; writes the block into its part of an open store."""
+
+    def prefill(self, u: Tensor, part: Any, forward: Forward) -> Tensor:
+        """Rows u [P, H] of a prompt of one sequence to [P, H]; writes what it keeps of them into the store itself."""
 
     def weights(self) -> tuple[Tensor, ...]: ...
     def pack(self, format: WeightFormat) -> Mixer: ...
@@ -203,6 +207,10 @@ class Attention(Record):
         seen = view.causal if self.causal and view.causal is not None else view.visibility
         out = ops.block_attention(q, *part, forward.lengths, seen, view.depths, self.window, self.scale)
         return self.output(out.transpose(1, 2).reshape(len(u), -1))
+
+    def prefill(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
+        q = self.queries(u, part, forward)
+        return self.output(prompt_attention(q, part.k, part.v, self.scale, self.window).reshape(len(u), -1))
 
     def queries(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
         """Normalised and rotated queries [B, Hq, S, D]; the block's keys and values are written."""

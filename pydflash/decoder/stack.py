@@ -5,7 +5,7 @@ It reads what its layers keep of committed positions, and writes the block into 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from .block import BlockView, Forward, Table
 from .formats import WeightFormat
 from .program import Program
-from .records import Layer, Norm
-from .stores import Cache
+from .records import Layer, Mixer, Norm
+from .stores import Cache, KVShape
 
 
 @dataclass(slots=True)
@@ -38,6 +38,11 @@ class Decoder:
         found = Program.of(self.layers, self.final_norm)
         self.program, self.uncompiled = (None, found) if isinstance(found, str) else (found, "")
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer keeps more of a sequence than keys and values."""
+        return not all(isinstance(layer.mixer.store, KVShape) for layer in self.layers)
+
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype, device: torch.device) -> Cache:
         """The stores of its layers for `batch` sequences of up to `capacity` positions."""
         return Cache([layer.mixer.store for layer in self.layers], batch, capacity, dtype=dtype, device=device)
@@ -51,15 +56,32 @@ class Decoder:
         """
         if self.program is not None:
             return self.program(x.contiguous(), cache, tables, view, taps)
+        forward = Forward(*x.shape[:2], cache.lengths, view, tuple(tables))
+        return self._run(x, taps, lambda i, mixer, u: mixer(u, cache.part(i), forward))
+
+    def prefill(
+        self, x: Tensor, cache: Cache, start: int, tables: Sequence[Table], taps: Collection[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """As a call, for x [1, P, H] at the positions from `start` on of the one row of a cache, which its length is.
+
+        Any P; the length is the caller's to move.
+        """
+        size = x.shape[1]
+        depths = torch.arange(size, dtype=torch.int32, device=x.device)[None]
+        forward = Forward(1, size, cache.lengths, BlockView(depths[:, :0], depths), tuple(tables))
+        return self._run(x, taps, lambda i, mixer, u: mixer.prefill(u, cache.prompt(i, start, size), forward))
+
+    def _run(
+        self, x: Tensor, taps: Collection[int], mix: Callable[[int, Mixer, Tensor], Tensor]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         batch, slots, width = x.shape
-        forward = Forward(batch, slots, cache.lengths, view, tuple(tables))
         taken: dict[int, Tensor] = {}
         x, y = x.flatten(0, 1), None
         for i, layer in enumerate(self.layers):
             u, x, deltas = layer.around_mixer.enter(x, y, slots)
             if i - 1 in taps:
                 taken[i - 1] = x.view(batch, slots, width)
-            y = layer.around_mixer.leave(layer.mixer(u, cache.part(i), forward), deltas)
+            y = layer.around_mixer.leave(mix(i, layer.mixer, u), deltas)
             u, x, deltas = layer.around_mlp.enter(x, y, slots)
             y = layer.around_mlp.leave(layer.mlp(u), deltas)
         u, x = self.final_norm(x, y)

@@ -31,6 +31,9 @@ class Store(Protocol):
     def part(self, i: int) -> Any:
         """What the mixer of the i-th of these layers reads and writes: committed, and of the open block."""
 
+    def prompt(self, i: int, start: int, size: int) -> Any:
+        """As `part`, for `size` positions of one sequence from `start` on, which are written where they stay."""
+
     def open(self, slots: int) -> None:
         """Make room for a block, in place of the one that is open."""
 
@@ -39,6 +42,9 @@ class Store(Protocol):
 
     def discard(self) -> None:
         """Forget the open block."""
+
+    def begin(self) -> None:
+        """Forget what is committed: sequences begin anew. Positions that are addressed need nothing."""
 
     def row(self, b: int) -> Store:
         """Sequence b alone, over the same memory."""
@@ -84,6 +90,10 @@ class KVStore:
             return KVPart(self.k[i], self.v[i], self.k[i, :, :, :0], self.v[i, :, :, :0])
         return KVPart(self.k[i], self.v[i], self.block[0][i], self.block[1][i])
 
+    def prompt(self, i: int, start: int, size: int) -> KVPart:
+        k, v = self.k[i, :, :, : start + size], self.v[i, :, :, : start + size]
+        return KVPart(k, v, k[:, :, start:], v[:, :, start:])
+
     def open(self, slots: int) -> None:
         layers, batch, heads, _, dim = self.k.shape
         shape = (layers, batch, heads, slots, dim)
@@ -98,6 +108,9 @@ class KVStore:
 
     def discard(self) -> None:
         self.block = None
+
+    def begin(self) -> None:
+        pass  # nothing is read behind the lengths
 
     def row(self, b: int) -> KVStore:
         return KVStore(self.k[:, b : b + 1], self.v[:, b : b + 1])
@@ -155,6 +168,11 @@ class Cache:
         store, i = self._places[layer]
         return self.stores[store].part(i)
 
+    def prompt(self, layer: int, start: int, size: int) -> Any:
+        """What a layer's mixer reads and writes of `size` positions of a prompt from `start` on, in a cache of one row."""
+        store, i = self._places[layer]
+        return self.stores[store].prompt(i, start, size)
+
     @property
     def is_open(self) -> bool:
         """Whether there is a block to commit."""
@@ -177,6 +195,11 @@ class Cache:
         """Forget the open block."""
         for store in self.stores:
             store.discard()
+
+    def begin(self) -> None:
+        """Forget what is committed, for sequences that begin anew."""
+        for store in self.stores:
+            store.begin()
 
     def row(self, b: int) -> Cache:
         """Sequence b alone, as a cache of batch 1 over the same memory."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..decoder import formats
 from ..decoder.block import BlockView
 from ..decoder.stores import Cache
+from ..progress import advance
 from ..protocols import ModelTarget, TargetOutput
 from .layers import Head, Recognised
 from .own import OwnTarget
@@ -130,15 +131,34 @@ class FusedTarget(OwnTarget):
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `batch` sequences of `capacity` positions."""
-        if self._recognised is None:  # during the trial of the model's own layers
-            return super().new_cache(batch, capacity)
-        return self._recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
+        return self.recognised.decoder.new_cache(batch, capacity, dtype=self.dtype, device=self.device)
 
     def prefill_chunks(self, ids: Tensor, cache: Cache, row: int = 0) -> Iterator[TargetOutput]:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
         if self.device.type == "cpu":  # elsewhere a captured round reads what would go
             self.derived()
+        if self.recognised.decoder.keeps_states:
+            return self._decoded_chunks(ids, cache, row)
         return super().prefill_chunks(ids, cache, row)
+
+    def _decoded_chunks(self, ids: Tensor, cache: Cache, row: int) -> Iterator[TargetOutput]:
+        """A prompt through the decoder: the model's own forward would keep its recurrent states elsewhere."""
+        self._check_open("prefill")
+        one, start = cache.row(row), int(cache.lengths[row])
+        if start == 0:
+            one.begin()
+        for part in ids.split(self.prefill_rows, 1):
+            with torch.no_grad(), self.exact_dtype():
+                embedded, tables = self.recognised.embed(part), self.recognised.tables(cache.capacity + 64)
+                hidden, taken = self.recognised.decoder.prefill(embedded, one, start, tables, set(self.layer_ids))
+                output = self._output(hidden[:, -1:], taken)
+            start += part.shape[1]
+            cache.lengths[row] = start
+            advance("prompt", part.shape[1], after=output.logits)
+            yield output
+
+    def _check_layers(self) -> None:
+        """Which layers there may be is for the recognisers to say."""
 
     def tables(self, positions: int) -> object:
         """The rotary tables that `verify` reads up to `positions`; a captured graph must keep them alive."""
@@ -146,15 +166,16 @@ class FusedTarget(OwnTarget):
 
     def verify_block(self, tokens: Tensor, cache: Cache, view: BlockView) -> TargetOutput:
         """As `verify`, by the decoder."""
-        ids, recognised = self.layer_ids, self.recognised
+        recognised = self.recognised
         with torch.no_grad(), self.exact_dtype():
             embedded, tables = recognised.embed(tokens), recognised.tables(cache.capacity + 64)
-            hidden, taken = recognised.decoder(embedded, cache, tables, view, set(ids))
-            if recognised.head is None:
-                logits = self.target.head(hidden)
-            else:
-                logits = recognised.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
-        return TargetOutput(logits, torch.cat([taken[i] for i in ids], -1) if ids else None)
+            return self._output(*recognised.decoder(embedded, cache, tables, view, set(self.layer_ids)))
+
+    def _output(self, hidden: Tensor, taken: dict[int, Tensor]) -> TargetOutput:
+        features = torch.cat([taken[i] for i in self.layer_ids], -1) if self.layer_ids else None
+        if (head := self.recognised.head) is None:
+            return TargetOutput(self.target.head(hidden), features)
+        return TargetOutput(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]), features)
 
 
 def in_place(target: ModelTarget, quantize: str | None = None, form: str = "auto") -> OwnTarget:

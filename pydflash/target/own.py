@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .. import ops
 from ..decoder.block import BlockView, block_masks
 from ..decoder.fingerprints import Fingerprint
+from ..decoder.prompt import prompt_attention
 from ..decoder.stores import Cache, KVCache
 from ..ops import HALF
 from ..progress import advance
@@ -37,10 +37,11 @@ _PREFILL_ROWS_WIDE = 512
 class _Step:
     """What the layers of one forward share. view: None in a prefill of `row` from position `start` on.
 
-    windows: What each layer's attention was told. norms: Those of each layer's queries, where they are asked for.
+    cache: None where nothing is kept. windows: What each layer's attention was told. norms: Those of each layer's
+    queries, where they are asked for.
     """
 
-    cache: Cache
+    cache: Cache | None
     row: int = 0
     start: int = 0
     view: BlockView | None = None
@@ -64,6 +65,7 @@ class _Layer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         step, i = _STEP.get(), self._i
+        assert step.cache is not None
         step.layer = i
         part, both = step.cache.part(i), (key_states, value_states)
         if step.view is not None:
@@ -105,6 +107,7 @@ class OwnTarget:
         self.vocab_size = target.vocab_size
         self.embed_weight, self.hidden_size, self.layer_ids = target.embed_weight, target.hidden_size, target.layer_ids
         self._check_family()
+        self._check_layers()
         transformers.AttentionInterface.register(_NAME, _attend)
         self._view = ModelView(target, _NAME)
         self._model_cache = DynamicCache()
@@ -112,7 +115,6 @@ class OwnTarget:
         self._model_cache.layer_class_to_replicate = None
         self._masks: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.windows: dict[int, int] = {}
-        self._shape = (len(target.layers), *self._head_shape())
         self._source = Fingerprint()
 
     @property
@@ -141,6 +143,11 @@ class OwnTarget:
         """There is no copy of weights; what was captured is captured anew."""
         self._source = Fingerprint()
 
+    @property
+    def prefill_rows(self) -> int:
+        """The most rows of one forward of a prompt."""
+        return _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
+
     def prefill(self, ids: Tensor, cache: Cache, row: int = 0) -> TargetOutput:
         """Run the next tokens [1, P] of a row and commit them. Returns logits [1, 1, V] and features [1, P, F * H]."""
         chunks = list(self.prefill_chunks(ids, cache, row))
@@ -151,8 +158,7 @@ class OwnTarget:
         """As `prefill`, in forwards of bounded size, each of which gives its own rows' features and last logits."""
         self._check_open("prefill")
         start = int(cache.lengths[row])
-        size = _PREFILL_ROWS if self.dtype in HALF else _PREFILL_ROWS_WIDE
-        for part in ids.split(size, 1):
+        for part in ids.split(self.prefill_rows, 1):
             positions = torch.arange(start, start + part.shape[1], device=self.device)[None]
             output = self._forward(part, positions, _Step(cache, row, start), last_only=True)
             start += part.shape[1]
@@ -199,14 +205,16 @@ class OwnTarget:
 
     def _forward(self, ids: Tensor, positions: Tensor, step: _Step, last_only: bool = False) -> TargetOutput:
         target = self.target
-        arguments: dict[str, Any] = {self.facts.cache_argument: self._model_cache, "position_ids": positions}
+        arguments: dict[str, Any] = {"position_ids": positions, "use_cache": step.cache is not None}
+        if step.cache is not None:
+            arguments[self.facts.cache_argument] = self._model_cache
         if last_only and self.facts.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
         taken: dict[int, Tensor] = {}
         token = _STEP.set(step)
         try:
             with torch.no_grad(), self.exact_dtype(), target.tap(taken, target.layer_ids):
-                logits = self._view.current()(input_ids=ids, use_cache=True, **arguments).logits
+                logits = self._view.current()(input_ids=ids, **arguments).logits
         finally:
             _STEP.reset(token)
         self.windows = step.windows  # not the step: it would keep the cache of the last forward
@@ -228,8 +236,6 @@ class OwnTarget:
     def _check_family(self) -> None:
         facts = self.facts
         config, rope = facts.text_config, facts.rope
-        if kinds := set(facts.layer_kinds) - {"attention"}:
-            self.refuse("attention layers only", ", ".join(sorted(kinds)))
         if not facts.takes_positions:
             self.refuse("a forward that takes position_ids", "none")
         if self.dtype not in (*HALF, torch.float32):
@@ -243,8 +249,10 @@ class OwnTarget:
         if (self.max_length or PROBE_TOKENS) < PROBE_TOKENS:
             self.refuse(f"a context of at least {PROBE_TOKENS} positions", self.max_length)
 
-    def _head_shape(self) -> tuple[int, int]:
-        """Key-value heads and their size, from the cache of one forward."""
+    def _check_layers(self) -> None:
+        """What the layers keep must have a place in the cache: keys and values of one shape, from one forward's."""
+        if kinds := set(self.facts.layer_kinds) - {"attention"}:
+            self.refuse("attention layers only", ", ".join(sorted(kinds)))
         output = self.target.try_forward(self.target.trial_ids(2))
         cache = getattr(output, self.facts.cache_argument)
         shapes = {(*layer.keys.shape[1::2], *layer.values.shape[1::2]) for layer in cache.layers}
@@ -253,7 +261,7 @@ class OwnTarget:
             self.refuse("keys and values of one shape in all layers", [*shapes, (heads, dim, *values)])
         if dim % 8 != 0 or dim > 256:
             self.refuse("a head size that is a multiple of 8 up to 256", dim)
-        return heads, dim
+        self._shape = (len(self.target.layers), heads, dim)
 
     def trial_fault(self) -> str | None:
         """What trees, chains and rollbacks on tokens with known logits find wrong, or None."""
@@ -265,8 +273,7 @@ class OwnTarget:
     def run_at(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits over ids [1, P] at `positions` [1, P], and the norm of each layer's queries."""
         norms: dict[int, Tensor] = {}
-        step = _Step(self.new_cache(1, ids.shape[1]), norms=norms)
-        return self._forward(ids, positions, step).logits, norms
+        return self._forward(ids, positions, _Step(None, norms=norms)).logits, norms
 
     def window_fault(self) -> str | None:
         """A window that only transformers' masks know of would be lost; after a forward."""
@@ -298,33 +305,13 @@ def _attend(
     step = _STEP.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
+    if step.cache is None:
+        step.layer = int(cast("Any", module.layer_idx))
     step.windows[step.layer] = window
     if step.norms is not None:
         step.norms[step.layer] = query.float().norm()
-    if step.view is None:
-        return _attend_prefill(query, key, value, scale, window), None
+    if step.view is None or step.cache is None:
+        return prompt_attention(query, key, value, scale, window), None
     part, lengths, view = step.cache.part(step.layer), step.cache.lengths, step.view
     out = ops.block_attention(query, part.k, part.v, key, value, lengths, view.visibility, view.depths, window, scale)
     return out.transpose(1, 2), None
-
-
-def _attend_prefill(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    """Causal attention of the last positions of one row over all of them: [1, S, heads, dim]."""
-    size, end = query.shape[2], key.shape[2]
-    windowed = 0 < window < end
-    if query.is_cuda and query.dtype in HALF and (windowed or size < end):
-        # Torch's attention takes neither a window nor more keys than queries without a mask; the operator below does.
-        rows = [x.transpose(1, 2) for x in (query, key, value)]
-        left, right = (window - 1, 0) if windowed else (None, None)
-        return torch.ops.aten._flash_attention_forward(
-            *rows, None, None, size, end, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
-        )[0]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None
-    if windowed or size < end:
-        distance = torch.arange(end - size, end, device=query.device)[:, None] - torch.arange(end, device=query.device)
-        mask = (distance >= 0) & (distance < (window or end))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
-    return out.transpose(1, 2)
