@@ -56,7 +56,7 @@ class Decoder:
         """
         if self.program is not None:
             return self.program(x.contiguous(), cache, tables, view, taps)
-        forward = Forward(*x.shape[:2], cache.lengths, view, tuple(tables))
+        forward = Forward(x.shape[0], x.shape[1], cache.lengths, view, tuple(tables))
         return self._run(x, taps, lambda i, mixer, u: mixer(u, cache.part(i), forward))
 
     def prefill(

@@ -36,7 +36,8 @@ def delta_rule(
         s = torch.where(live, _step(s, kept_k[:, n], kept_u[:, n], kept_g[:, n], group), s)
     state.copy_(s)
     q, k, v, g, beta = _inputs(x, a, b, a_log, dt_bias, state, kept_k.shape[2])
-    block_k.copy_(k), block_g.copy_(g)
+    block_k.copy_(k)
+    block_g.copy_(g)
     seen = visibility.expand(len(x), -1)
     out, u = (_walk if in_order else _solve)(q, k, v, g, beta, s, seen, group)
     block_u.copy_(u)
@@ -153,7 +154,9 @@ def _walk(
     for i in range(slots):
         parent = torch.stack(states, 1)[row, parents[:, i] + 1]
         after, u, out = _slot(parent, q[:, i], k[:, i], v[:, i], g[:, i], beta[:, i], group)
-        states.append(after), us.append(u), outs.append(out)
+        states.append(after)
+        us.append(u)
+        outs.append(out)
     return (torch.stack(outs, 1), torch.stack(us, 1)) if outs else (v, v)
 
 
