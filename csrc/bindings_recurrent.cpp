@@ -133,8 +133,8 @@ void delta_commit(Capsule block_k_, Capsule block_u_, Capsule block_g_, Capsule 
   backend::delta_commit(p, stream_of(stream, device));
 }
 
-void short_conv(Capsule x_, Capsule weight_, MaybeCapsule bias_, Capsule tail_, MaybeCapsule visibility_, Capsule out_,
-                uintptr_t stream, int device) {
+void short_conv(Capsule x_, Capsule weight_, MaybeCapsule bias_, Capsule tail_, MaybeCapsule visibility_,
+                MaybeCapsule block_x_, Capsule out_, uintptr_t stream, int device) {
   const char* op = "short_conv";
   TensorView x(op, "x", x_), weight(op, "weight", weight_), tail(op, "tail", tail_), out(op, "out", out_);
   x.floating().shape({-1, -1, -1}, "[B, S, C]").row_contiguous();
@@ -151,6 +151,12 @@ void short_conv(Capsule x_, Capsule weight_, MaybeCapsule bias_, Capsule tail_, 
     TensorView visibility(op, "visibility", *visibility_);
     visibility.int64().shape({visibility.dim(0) == 1 ? 1 : batch, slots}, "[B or 1, S]").contiguous();
     p.visibility = data_of<const int64_t>(visibility), p.visibility_stride = visibility.dim(0) == 1 ? 0 : slots;
+  }
+  if (block_x_) {
+    TensorView block_x(op, "block_x", *block_x_);
+    block_x.like(x).shape({batch, slots, channels}, "[B, S, C]").row_contiguous();
+    p.block_x = block_x.data();
+    block_x.strides_to(p.block_x_stride, 2);
   }
   if (out.empty()) return;
   p.batch = int(batch), p.slots = int(slots), p.channels = int(channels), p.taps = int(taps), p.dtype = x.dtype();

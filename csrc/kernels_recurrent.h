@@ -67,6 +67,8 @@ struct ShortConvParams {
   int64_t x_stride[2], tail_stride[2];   // [batch, slot]
   const int64_t* visibility;             // [batch or 1, slots], null: a chain
   int64_t visibility_stride;
+  void* block_x;  // [batch, slots, channels], becomes x, or null
+  int64_t block_x_stride[2];
   void* out;  // [batch, slots, channels]
 };
 

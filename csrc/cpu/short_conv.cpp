@@ -37,6 +37,9 @@ void run(const ShortConvParams& p) {
       const T* rows[8];
       path_of(p, at / p.slots, int(at % p.slots), rows);
       T* out = static_cast<T*>(p.out) + at * p.channels;
+      if (p.block_x != nullptr)
+        memcpy(static_cast<T*>(p.block_x) + at / p.slots * p.block_x_stride[0] + at % p.slots * p.block_x_stride[1],
+               rows[0], size_t(p.channels) * sizeof(T));
       by_vectors(p.channels, [&](int c, int count) {
         Floats sum = bias == nullptr ? Floats{} : load_some(bias + c, count);
         for (int t = 0; t < p.taps; ++t)

@@ -181,6 +181,7 @@ class Attention(Record):
         window: 0 where it sees everything.
         causal: Whether its slots see earlier slots only, where the view has an own visibility for that.
         table: Which of the forward's rotary tables it reads.
+        gate: Of its input, [num_heads * head_dim, H]; what the heads give is multiplied by its sigmoid.
     """
 
     qkv: Projection
@@ -196,6 +197,7 @@ class Attention(Record):
     window: int = 0
     causal: bool = False
     table: int = 0
+    gate: Projection | None = None
 
     @property
     def store(self) -> KVShape:
@@ -206,11 +208,14 @@ class Attention(Record):
         q = self.queries(u, part, forward)
         seen = view.causal if self.causal and view.causal is not None else view.visibility
         out = ops.block_attention(q, *part, forward.lengths, seen, view.depths, self.window, self.scale)
-        return self.output(out.transpose(1, 2).reshape(len(u), -1))
+        return self._leave(out.transpose(1, 2).reshape(len(u), -1), u)
 
     def prefill(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
         q = self.queries(u, part, forward)
-        return self.output(prompt_attention(q, part.k, part.v, self.scale, self.window).reshape(len(u), -1))
+        return self._leave(prompt_attention(q, part.k, part.v, self.scale, self.window).reshape(len(u), -1), u)
+
+    def _leave(self, out: Tensor, u: Tensor) -> Tensor:
+        return self.output(out if self.gate is None else out * self.gate(u).sigmoid())
 
     def queries(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
         """Normalised and rotated queries [B, Hq, S, D]; the block's keys and values are written."""
@@ -233,6 +238,8 @@ class Attention(Record):
         )
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
+        if self.gate is not None:
+            raise NoCompiledForm("gates behind attention have no compiled form")
         held.same("rotary tables", self.table, self.rotary_dim)
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_dim)
         norms = [None if norm is None else norm.arguments(held) for norm in (self.q_norm, self.k_norm)]

@@ -43,8 +43,11 @@ class Store(Protocol):
     def discard(self) -> None:
         """Forget the open block."""
 
+    def settle(self) -> None:
+        """Finish commits that wait for the next block."""
+
     def begin(self) -> None:
-        """Forget what is committed: sequences begin anew. Positions that are addressed need nothing."""
+        """Forget what is committed: sequences begin anew."""
 
     def row(self, b: int) -> Store:
         """Sequence b alone, over the same memory."""
@@ -109,6 +112,9 @@ class KVStore:
     def discard(self) -> None:
         self.block = None
 
+    def settle(self) -> None:
+        pass  # nothing waits
+
     def begin(self) -> None:
         pass  # nothing is read behind the lengths
 
@@ -169,7 +175,7 @@ class Cache:
         return self.stores[store].part(i)
 
     def prompt(self, layer: int, start: int, size: int) -> Any:
-        """What a layer's mixer reads and writes of `size` positions of a prompt from `start` on, in a cache of one row."""
+        """What a layer's mixer reads and writes of `size` positions of a prompt from `start` on; of one row."""
         store, i = self._places[layer]
         return self.stores[store].prompt(i, start, size)
 
@@ -195,6 +201,11 @@ class Cache:
         """Forget the open block."""
         for store in self.stores:
             store.discard()
+
+    def settle(self) -> None:
+        """Finish commits that wait for the next block."""
+        for store in self.stores:
+            store.settle()
 
     def begin(self) -> None:
         """Forget what is committed, for sequences that begin anew."""

@@ -147,13 +147,19 @@ def delta_commit(
 
 
 @register(
-    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor tail, Tensor? visibility=None) -> Tensor",
+    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor tail, Tensor? visibility=None, Tensor(a!)? block_x=None)"
+    " -> Tensor",
     fake=lambda x, *_, **__: x.new_empty(x.shape),
     reference=reference.short_conv,
     backends=("cpu",),
 )
 def short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor, visibility: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    visibility: Tensor | None = None,
+    block_x: Tensor | None = None,
 ) -> Tensor:
     """A causal convolution of each channel along the path of each slot, then SiLU.
 
@@ -164,15 +170,16 @@ def short_conv(
         x: [B, S, C]. weight: [T, C], T in 2..8. bias: [C] or None.
         tail: [B, T - 1, C], the last committed inputs, the newest last.
         visibility: [B or 1, S], as in `delta_rule`, S at most 64. None: a chain, of any length.
+        block_x: [B, S, C], becomes x, for `delta_commit`.
 
     Returns: [B, S, C].
 
     Raises: ValueError on shapes, dtypes or devices that do not fit.
     """
-    module, stream, device = module_for("short_conv", x, weight, bias, tail, visibility)
+    module, stream, device = module_for("short_conv", x, weight, bias, tail, visibility, block_x)
     out = x.new_empty(x.shape)
     seen = None if visibility is None else int64(visibility, "short_conv: visibility")
-    order = (rows(x), weight, bias, rows(tail), seen, out)
+    order = (rows(x), weight, bias, rows(tail), seen, block_x, out)
     module.short_conv(*[capsule(t) for t in order], stream, device)
     return out
 

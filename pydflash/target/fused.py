@@ -17,8 +17,8 @@ from ..decoder.stores import Cache
 from ..progress import advance
 from ..protocols import ModelTarget, TargetOutput
 from .layers import Head, Recognised
+from .modules import UnknownForm
 from .own import OwnTarget
-from .recognise import UnknownForm
 from .wiring import wiring_fault
 
 
@@ -147,6 +147,8 @@ class FusedTarget(OwnTarget):
         one, start = cache.row(row), int(cache.lengths[row])
         if start == 0:
             one.begin()
+        else:
+            one.settle()
         for part in ids.split(self.prefill_rows, 1):
             with torch.no_grad(), self.exact_dtype():
                 embedded, tables = self.recognised.embed(part), self.recognised.tables(cache.capacity + 64)

@@ -13,19 +13,8 @@ from ..decoder.formats import WeightFormat
 from ..decoder.linear import Projection
 from ..decoder.stack import Decoder
 from ..ops import backends
-from .recognise import (
-    GATE_UP,
-    QKV,
-    Facts,
-    UnknownForm,
-    is_plain,
-    layer_of,
-    linears_of,
-    names_of,
-    norm_of,
-    projection_of,
-    unknown,
-)
+from .modules import Facts, UnknownForm, is_plain, linears_of, norm_of, projection_of, unknown
+from .recognise import GATE_UP, INPUTS, layer_of, names_of
 
 if TYPE_CHECKING:
     from ..protocols import ModelTarget
@@ -84,7 +73,7 @@ class Recognised:
     def join_weights(self) -> None:
         """Move the weights that read the same input to one place each, so that they are one product."""
         for layer in self.modules:
-            for module, names in ((layer.mixer, QKV), (layer.mlp, GATE_UP)):
+            for module, names in ((layer.mixer, INPUTS), (layer.mlp, GATE_UP)):
                 if linears := linears_of(module, names):
                     lay_together(linears)
         if (accelerator := backends.accelerator(self.target.device)) is not None:

@@ -6,29 +6,26 @@ the record, or None where the module has other parts, or raises UnknownForm wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..decoder.linear import Projection
-from ..decoder.records import MLP, Attention, GatedMLP, Layer, Mixer, Norm, NormKind, Residual
-from ..ops import reference
+from ..decoder.records import MLP, Attention, GatedMLP, Layer, Mixer, Residual
+from .modules import Facts, UnknownForm, is_plain, linears_of, norm_of, parts_of, projection_of, unknown
+from .recognise_delta import APART, gated_delta_of
 
 _Found = TypeVar("_Found", Mixer, MLP)
 
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+INPUTS = (*QKV, *APART)  # what a mixer reads its input with, side by side
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 _GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
-
-
-class UnknownForm(ValueError):
-    """The layers are not of a known form; the message says what is different."""
 
 
 class LayerModules(NamedTuple):
@@ -39,23 +36,6 @@ class LayerModules(NamedTuple):
     mixer: Any
     mlp_norm: Any
     mlp: Any
-
-
-@dataclass(slots=True)
-class Facts:
-    """What the recognisers are told of a model beside its modules.
-
-    windows: The sliding window of each layer, as its attention is told; 0 where it sees everything.
-    kinds: Of the norms tried so far.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    interleaved: bool
-    windows: Mapping[int, int]
-    kinds: dict[tuple[object, ...], NormKind] = field(default_factory=dict)
 
 
 _Recogniser = Callable[[Any, int, Facts], "_Found | None"]
@@ -105,8 +85,12 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
     q_norm, k_norm = (norm_of(norms[name], facts) if norms else None for name in ("q_norm", "k_norm"))
     if q_norm is not None and k_norm is not None and q_norm.kind != k_norm.kind:
         unknown("norms of q and k of one kind", "two")
+    qkv = projection_of(linears_of(module, QKV), [heads * dim, kv_heads * dim, kv_heads * dim])
+    gate = None
+    if len(qkv.weights[0]) == 2 * heads * dim:
+        qkv, gate = _without_gate(qkv, heads, dim)
     return Attention(
-        projection_of(linears_of(module, QKV), [heads * dim, kv_heads * dim, kv_heads * dim]),
+        qkv,
         projection_of([parts["o_proj"]]),
         heads,
         kv_heads,
@@ -117,6 +101,21 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
         q_norm,
         k_norm,
         facts.windows.get(i, 0),
+        gate=gate,
+    )
+
+
+def _without_gate(qkv: Projection, heads: int, dim: int) -> tuple[Projection, Projection]:
+    """The projection of queries, keys and values, and that of the gate, of one whose heads have both side by side."""
+
+    def half(x: Tensor, j: int) -> Tensor:
+        return x.unflatten(0, (heads, 2, dim))[:, j].flatten(0, 1)
+
+    weight, bias = qkv.weights[0], qkv.biases[0]
+    q, gate = ((half(weight, j), None if bias is None else half(bias, j)) for j in (0, 1))
+    return (
+        Projection((q[0], *qkv.weights[1:]), (q[1], *qkv.biases[1:])),
+        Projection((gate[0],), (gate[1],)),
     )
 
 
@@ -133,64 +132,5 @@ def gated_mlp_of(module: Any, i: int, facts: Facts) -> GatedMLP | None:
     return GatedMLP(projection_of(gate_up, [width, width], gated=True), projection_of([parts["down_proj"]]))
 
 
-MIXERS: dict[str, tuple[_Recogniser[Mixer], ...]] = {"self_attn": (attention_of,)}
+MIXERS: dict[str, tuple[_Recogniser[Mixer], ...]] = {"self_attn": (attention_of,), "linear_attn": (gated_delta_of,)}
 MLPS: dict[str, tuple[_Recogniser[MLP], ...]] = {"mlp": (gated_mlp_of,)}
-
-
-def unknown(expected: str, got: object) -> NoReturn:
-    raise UnknownForm(f"{expected}, got {got}")
-
-
-def parts_of(module: nn.Module) -> dict[str, Any]:
-    """Children that have parameters."""
-    return {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-
-
-def linears_of(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
-    parts = parts_of(module)
-    return [parts[name] for name in names if name in parts]
-
-
-def is_plain(linear: object) -> bool:
-    return type(linear) is nn.Linear and not hasattr(linear.weight, "__tensor_flatten__")
-
-
-def projection_of(linears: list[Any], sizes: list[int] | None = None, gated: bool = False) -> Projection:
-    """Linear layers side by side; one that is several already is cut into rows of `sizes`, which are views."""
-    for linear in linears:
-        if not is_plain(linear):
-            unknown("plain linear layers", type(linear).__name__)
-    weights = [linear.weight.detach() for linear in linears]
-    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-    if sizes is not None and len(weights) < len(sizes):
-        weights = list(weights[0].split(sizes))
-        biases = [None] * len(sizes) if biases[0] is None else list(biases[0].split(sizes))
-    return Projection(tuple(weights), tuple(biases), gated)
-
-
-def norm_of(module: Any, facts: Facts) -> Norm:
-    """A module as an RMSNorm; which kind is tried once for all of its class, epsilon and size."""
-    weight = getattr(module, "weight", None)
-    eps = next((e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, None)) is not None), None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
-        unknown("RMSNorm with a weight and an epsilon", type(module).__name__)
-    key = (type(module), float(eps), len(weight))
-    if key not in facts.kinds:
-        facts.kinds[key] = _kind_of(module, weight, float(eps))
-    return Norm(weight.detach(), facts.kinds[key])
-
-
-def _kind_of(module: Any, weight: Tensor, eps: float) -> NormKind:
-    """Which kind of RMSNorm a module computes, by trying."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, len(weight), generator=generator).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        want = module(x).float()
-        kinds = [NormKind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)]
-        errors = [
-            (reference.add_rms_norm(x, None, weight, *kind)[0].float() - want).abs().max().item() for kind in kinds
-        ]
-    best = min(range(len(kinds)), key=errors.__getitem__)
-    if not errors[best] <= 2e-2 * want.abs().max().item():
-        unknown("RMSNorm", f"{type(module).__name__}, off by {errors[best]:.1e}")
-    return kinds[best]

@@ -8,7 +8,7 @@ import transformers
 from tiny_models import SLIDING_MIX, TINY, _family
 
 # Families whose layers are of the common form; families that run in their own layers, and what these have otherwise.
-FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite"}
+FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite", "qwen3_5"}
 OWN = {
     "qwen3_moe": "attention and MLP of the usual projections, got experts",
     "mixtral": "fused ones need",
@@ -33,9 +33,8 @@ REFUSED = {
     "llama4": "attention that does not depend on the place in the block",
     "gemma4": "",
     "qwen3_next": "attention layers only, got stateful",
-    "qwen3_5": "attention layers only, got stateful",
     "lfm2": "attention layers only, got stateful",
-    "mamba2": "attention layers only, got stateful",
+    "mamba2": "a forward that takes position_ids, got none",
     "bamba": "attention layers only, got stateful",
     "falcon_h1": "attention layers only, got stateful",
 }

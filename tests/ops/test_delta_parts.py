@@ -45,7 +45,9 @@ def test_a_convolution_along_each_path(dtype: torch.dtype, taps: int, bias: bool
         wide = torch.full((2, slots, channels + 3), torch.nan, dtype=dtype, device=device)
         wide[..., 2:-1] = x
         for _ in over_levels(device):
-            out = ops.short_conv(x, weight, add, tail, seen.to(device))
+            copy = torch.zeros(2, 3, slots, channels, dtype=dtype, device=device)[:, 1]
+            out = ops.short_conv(x, weight, add, tail, seen.to(device), copy)
+            assert torch.equal(copy, x)
             assert torch.equal(ops.short_conv(wide[..., 2:-1], weight, add, tail, seen.to(device)), out)
             if shape == "chain":
                 assert torch.equal(ops.short_conv(x, weight, add, tail), out)
@@ -142,6 +144,7 @@ def _conv(**changes: Any) -> dict[str, Any]:
         ({"tail": torch.zeros(2, 4, 8)}, "tail must be of shape [B, T - 1, C] = [2, 3, 8], got [2, 4, 8]"),
         ({"bias": torch.zeros(3)}, "bias must be of shape [C] = [8], got [3]"),
         ({"tail": torch.zeros(2, 3, 8).half()}, "tail must be float32, as x, got float16"),
+        ({"block_x": torch.zeros(2, 4, 8)}, "block_x must be of shape [B, S, C] = [2, 3, 8], got [2, 4, 8]"),
         ({"visibility": chain(4)}, "visibility must be of shape [B or 1, S] = [1, 3], got [1, 4]"),
         (
             {"x": torch.zeros(2, 65, 8), "visibility": chain(65)},
@@ -181,7 +184,8 @@ def _commit() -> list[Tensor]:
 
 def test_opcheck() -> None:
     own = torch.ops.pydflash
-    torch.library.opcheck(own.short_conv.default, tuple(_conv(visibility=chain(3)).values()))
+    conv = _conv(visibility=chain(3), block_x=torch.zeros(2, 3, 8))
+    torch.library.opcheck(own.short_conv.default, tuple(conv.values()))
     torch.library.opcheck(
         own.gated_rms_norm.default, (torch.randn(2, 3, 16), torch.randn(2, 48), torch.randn(16), 1e-6)
     )

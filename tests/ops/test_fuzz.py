@@ -173,7 +173,8 @@ class Base:
         b, s, c, taps = self.batch, self.slots, self.width, self.rng.randint(2, 8)
         seen = self.rng.choice([None, torch.randint(0, 2**s, (b, s))])
         bias = self.rng.choice([None, self.floats(c)])
-        return [self.floats(b, s, c), self.floats(taps, c), bias, self.floats(b, taps - 1, c), seen]
+        block = self.rng.choice([None, self.floats(b, s, c)])
+        return [self.floats(b, s, c), self.floats(taps, c), bias, self.floats(b, taps - 1, c), seen, block]
 
     def gated_rms_norm(self) -> list[Any]:
         m, h, d = self.batch, self.heads, self.width

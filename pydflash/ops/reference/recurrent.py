@@ -81,10 +81,17 @@ def delta_commit(
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor, visibility: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    visibility: Tensor | None = None,
+    block_x: Tensor | None = None,
 ) -> Tensor:
     """A causal convolution along each slot's path, then SiLU; see `pydflash.ops.short_conv`."""
     taps, slots = weight.shape[0], x.shape[1]
+    if block_x is not None:
+        block_x.copy_(x)
     rows = torch.cat([tail, x], 1)
     place = torch.arange(slots, device=x.device).expand(len(x), -1) + taps - 1  # of tap 0 in `rows`
     if visibility is not None:

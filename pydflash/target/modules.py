@@ -1,0 +1,94 @@
+"""What recognisers read off a transformers model's modules: their parts, their weights as projections, their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..decoder.linear import Projection
+from ..decoder.records import Norm, NormKind
+from ..ops import reference
+
+
+class UnknownForm(ValueError):
+    """The layers are not of a known form; the message says what is different."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the recognisers are told of a model beside its modules.
+
+    windows: The sliding window of each layer, as its attention is told; 0 where it sees everything.
+    kinds: Of the norms tried so far.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    windows: Mapping[int, int]
+    kinds: dict[tuple[object, ...], NormKind] = field(default_factory=dict)
+
+
+def unknown(expected: str, got: object) -> NoReturn:
+    raise UnknownForm(f"{expected}, got {got}")
+
+
+def parts_of(module: nn.Module) -> dict[str, Any]:
+    """Children that have parameters."""
+    return {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+
+
+def linears_of(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
+    parts = parts_of(module)
+    return [parts[name] for name in names if name in parts]
+
+
+def is_plain(linear: object) -> bool:
+    return type(linear) is nn.Linear and not hasattr(linear.weight, "__tensor_flatten__")
+
+
+def projection_of(linears: list[Any], sizes: list[int] | None = None, gated: bool = False) -> Projection:
+    """Linear layers side by side; one that is several already is cut into rows of `sizes`, which are views."""
+    for linear in linears:
+        if not is_plain(linear):
+            unknown("plain linear layers", type(linear).__name__)
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+    if sizes is not None and len(weights) < len(sizes):
+        weights = list(weights[0].split(sizes))
+        biases = [None] * len(sizes) if biases[0] is None else list(biases[0].split(sizes))
+    return Projection(tuple(weights), tuple(biases), gated)
+
+
+def norm_of(module: Any, facts: Facts) -> Norm:
+    """A module as an RMSNorm; which kind is tried once for all of its class, epsilon and size."""
+    weight = getattr(module, "weight", None)
+    eps = next((e for name in ("variance_epsilon", "eps") if (e := getattr(module, name, None)) is not None), None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
+        unknown("RMSNorm with a weight and an epsilon", type(module).__name__)
+    key = (type(module), float(eps), len(weight))
+    if key not in facts.kinds:
+        facts.kinds[key] = _kind_of(module, weight, float(eps))
+    return Norm(weight.detach(), facts.kinds[key])
+
+
+def _kind_of(module: Any, weight: Tensor, eps: float) -> NormKind:
+    """Which kind of RMSNorm a module computes, by trying."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, len(weight), generator=generator).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        want = module(x).float()
+        kinds = [NormKind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)]
+        errors = [
+            (reference.add_rms_norm(x, None, weight, *kind)[0].float() - want).abs().max().item() for kind in kinds
+        ]
+    best = min(range(len(kinds)), key=errors.__getitem__)
+    if not errors[best] <= 2e-2 * want.abs().max().item():
+        unknown("RMSNorm", f"{type(module).__name__}, off by {errors[best]:.1e}")
+    return kinds[best]
