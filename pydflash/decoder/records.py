@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import ops
 from .block import Forward
@@ -249,15 +250,27 @@ class Attention(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP(Record):
-    """down(silu(gate(x)) * up(x)). gate_up: gated."""
+    """down(activation(gate(x)) * up(x)).
+
+    Attributes:
+        gate_up: Gated where the activation is "silu", else both side by side.
+        activation: "silu" or "gelu_tanh".
+    """
 
     gate_up: Projection
     down: Projection
+    activation: str = "silu"
 
     def __call__(self, u: Tensor) -> Tensor:
-        return self.down(self.gate_up(u))
+        y = self.gate_up(u)
+        if self.activation == "gelu_tanh":
+            gate, up = y.chunk(2, -1)
+            y = F.gelu(gate, approximate="tanh") * up
+        return self.down(y)
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
+        if self.activation != "silu":
+            raise NoCompiledForm(f"the activation {self.activation} has no compiled form")
         return held.linear(self.gate_up), held.linear(self.down)
 
 

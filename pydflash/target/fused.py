@@ -6,6 +6,7 @@ Prompts run through the model's own layers, blocks through the decoder, over the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..protocols import ModelTarget, TargetOutput
 from .layers import Head, Recognised
 from .modules import UnknownForm
 from .own import OwnTarget
+from .tracing import Trace, trace
 from .wiring import wiring_fault
 
 
@@ -57,17 +59,25 @@ class FusedTarget(OwnTarget):
 
     def _recognise(self, quantize: str | None) -> Recognised:
         ids = self.target.trial_ids(24)
-        self.run_at(ids, torch.arange(ids.shape[1], device=self.device)[None])
+        first = trace(self.target, ids, torch.arange(ids.shape[1], device=self.device)[None], self.run_at)
         if (fault := self.window_fault()) is not None:
             raise UnknownForm(fault)
-        recognised = Recognised(self.target, self.windows)
-        if (fault := wiring_fault(recognised, ids, self.run_at)) is not None:
-            raise UnknownForm(fault)
+        recognised = self._as_traced(first, ids)
         if self.device.type != "cpu":  # where weights may still lie in their file
             recognised.join_weights()
         elif quantize is None:
             self._pack(recognised, None)
         return recognised
+
+    def _as_traced(self, first: Trace, ids: Tensor) -> Recognised:
+        """The decoder that does what the model does, by trying. Raises: UnknownForm."""
+        faults = []
+        for neighbours in (False, True):
+            recognised = Recognised(self.target, self.windows, replace(first.wiring, neighbours=neighbours))
+            if (fault := wiring_fault(recognised, first, ids, self.run_at)) is None:
+                return recognised
+            faults.append(fault)
+        raise UnknownForm(faults[0])
 
     def _pack(self, recognised: Recognised, quantize: str | None) -> None:
         format = formats.choose(recognised.weights(), quantize, self.device)
@@ -110,7 +120,7 @@ class FusedTarget(OwnTarget):
         if self.target.model.dtype != self.dtype:
             self.refuse(f"parameters of {self.dtype}, as when it was taken", self.target.model.dtype)
         try:
-            recognised = Recognised(self.target, self.windows)
+            recognised = Recognised(self.target, self.windows, self.recognised.wiring)
         except UnknownForm as error:
             self.refuse("layers of the common form, as when it was taken", f"others: they need {error}")
         if self.device.type != "cpu":
@@ -175,9 +185,10 @@ class FusedTarget(OwnTarget):
 
     def _output(self, hidden: Tensor, taken: dict[int, Tensor]) -> TargetOutput:
         features = torch.cat([taken[i] for i in self.layer_ids], -1) if self.layer_ids else None
-        if (head := self.recognised.head) is None:
-            return TargetOutput(self.target.head(hidden), features)
-        return TargetOutput(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]), features)
+        head, form = self.recognised.head, self.recognised.wiring.logits
+        if head is None:
+            return TargetOutput(form(self.target.head(hidden)), features)
+        return TargetOutput(form(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])), features)
 
 
 def in_place(target: ModelTarget, quantize: str | None = None, form: str = "auto") -> OwnTarget:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,25 @@ class UnknownForm(ValueError):
     """The layers are not of a known form; the message says what is different."""
 
 
+class Rotary(NamedTuple):
+    """A rotary table's channels, and whether neighbours are a pair."""
+
+    dim: int
+    interleaved: bool
+
+
 @dataclass(slots=True)
 class Facts:
     """What the recognisers are told of a model beside its modules.
 
+    head_dim: Where an attention module does not say it. tables: The rotary tables. table_of: Which each layer reads.
     windows: The sliding window of each layer, as its attention is told; 0 where it sees everything.
     kinds: Of the norms tried so far.
     """
 
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    interleaved: bool
+    tables: Sequence[Rotary]
+    table_of: Sequence[int]
     windows: Mapping[int, int]
     kinds: dict[tuple[object, ...], NormKind] = field(default_factory=dict)
 

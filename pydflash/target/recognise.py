@@ -23,7 +23,6 @@ _Found = TypeVar("_Found", Mixer, MLP)
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 INPUTS = (*QKV, *APART)  # what a mixer reads its input with, side by side
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 _GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
@@ -32,34 +31,42 @@ class LayerModules(NamedTuple):
     """Where the parts of a recognised layer are in the model."""
 
     layer: Any
-    mixer_norm: Any
     mixer: Any
-    mlp_norm: Any
     mlp: Any
+
+
+class LayerWiring(NamedTuple):
+    """Names of a layer's parts by what they do: x + scale * after(part(before(x))) for the mixer, then for the MLP.
+
+    table: Which of the rotary tables its mixer is given.
+    """
+
+    mixer: str
+    mixer_before: str | None
+    mixer_after: str | None
+    mlp: str
+    mlp_before: str | None
+    mlp_after: str | None
+    scale: float = 1.0
+    table: int = 0
 
 
 _Recogniser = Callable[[Any, int, Facts], "_Found | None"]
 
 
-def names_of(layer: Any) -> tuple[str, str]:
-    """What a layer's mixer and MLP are called. Raises: UnknownForm where it has other parts."""
-    parts = set(parts_of(layer))
-    mixers, mlps = parts & MIXERS.keys(), parts & MLPS.keys()
-    if len(mixers) != 1 or len(mlps) != 1 or parts != {*mixers, *mlps, *_NORMS}:
-        known = {*MIXERS, *MLPS, *_NORMS}
-        unknown(f"layers of {', '.join(sorted(known))}", ", ".join(sorted(parts)))
-    return mixers.pop(), mlps.pop()
-
-
-def layer_of(layer: Any, i: int, facts: Facts) -> tuple[Layer, LayerModules]:
+def layer_of(layer: Any, i: int, wiring: LayerWiring, facts: Facts) -> tuple[Layer, LayerModules]:
     """The record of decoder layer i, and its modules. Raises: UnknownForm."""
-    mixer, mlp = names_of(layer)
-    modules = LayerModules(layer, *(getattr(layer, name) for name in (_NORMS[0], mixer, _NORMS[1], mlp)))
+
+    def around(before: str | None, after: str | None) -> Residual:
+        first, last = (None if name is None else norm_of(getattr(layer, name), facts) for name in (before, after))
+        return Residual(first, last, wiring.scale)
+
+    modules = LayerModules(layer, getattr(layer, wiring.mixer), getattr(layer, wiring.mlp))
     record = Layer(
-        _one_of(MIXERS[mixer], modules.mixer, i, facts),
-        _one_of(MLPS[mlp], modules.mlp, i, facts),
-        Residual(norm_of(modules.mixer_norm, facts)),
-        Residual(norm_of(modules.mlp_norm, facts)),
+        _one_of(MIXERS[wiring.mixer], modules.mixer, i, facts),
+        _one_of(MLPS[wiring.mlp], modules.mlp, i, facts),
+        around(wiring.mixer_before, wiring.mixer_after),
+        around(wiring.mlp_before, wiring.mlp_after),
     )
     return record, modules
 
@@ -72,7 +79,7 @@ def _one_of(recognisers: tuple[_Recogniser[_Found], ...], module: Any, i: int, f
 
 
 def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
-    heads, kv_heads, dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
+    dim, rotary = int(getattr(module, "head_dim", None) or facts.head_dim), facts.tables[facts.table_of[i]]
     parts = parts_of(module)
     norms = {name: parts.pop(name) for name in ("q_norm", "k_norm") if name in parts}
     if set(parts) not in _ATTENTION or len(norms) == 1:
@@ -85,6 +92,9 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
     q_norm, k_norm = (norm_of(norms[name], facts) if norms else None for name in ("q_norm", "k_norm"))
     if q_norm is not None and k_norm is not None and q_norm.kind != k_norm.kind:
         unknown("norms of q and k of one kind", "two")
+    if dim % 8 or dim > 256:
+        unknown("a head size that is a multiple of 8 up to 256", dim)
+    heads, kv_heads = _heads_of(parts, dim)
     qkv = projection_of(linears_of(module, QKV), [heads * dim, kv_heads * dim, kv_heads * dim])
     gate = None
     if len(qkv.weights[0]) == 2 * heads * dim:
@@ -95,14 +105,24 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
         heads,
         kv_heads,
         dim,
-        facts.rotary_dim,
-        facts.interleaved,
+        rotary.dim,
+        rotary.interleaved,
         float(getattr(module, "scaling", None) or dim**-0.5),
         q_norm,
         k_norm,
         facts.windows.get(i, 0),
+        table=facts.table_of[i],
         gate=gate,
     )
+
+
+def _heads_of(parts: dict[str, Any], dim: int) -> tuple[int, int]:
+    """Heads of queries, and of keys and values, by the sizes of the projections."""
+    if not all(is_plain(linear) for linear in parts.values()):
+        return 0, 0  # which is refused by what makes a projection of them
+    rows = parts["o_proj"].in_features
+    values = parts["v_proj"].out_features if "v_proj" in parts else (parts["qkv_proj"].out_features - rows) // 2
+    return rows // dim, values // dim
 
 
 def _without_gate(qkv: Projection, heads: int, dim: int) -> tuple[Projection, Projection]:
@@ -125,11 +145,13 @@ def gated_mlp_of(module: Any, i: int, facts: Facts) -> GatedMLP | None:
         return None
     activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     probe = torch.linspace(-3, 3, 7)
-    if activation is None or not torch.allclose(activation(probe), F.silu(probe)):
-        unknown("a gated SiLU", activation)
-    gate_up = linears_of(module, GATE_UP)
+    known = {"silu": F.silu(probe), "gelu_tanh": F.gelu(probe, approximate="tanh")}
+    names = [] if activation is None else [n for n, y in known.items() if torch.allclose(activation(probe), y)]
+    if not names:
+        unknown("a gated SiLU or GELU(tanh)", activation)
+    silu, gate_up = names[0] == "silu", linears_of(module, GATE_UP)
     width = gate_up[0].out_features // (3 - len(gate_up)) if is_plain(gate_up[0]) else 0
-    return GatedMLP(projection_of(gate_up, [width, width], gated=True), projection_of([parts["down_proj"]]))
+    return GatedMLP(projection_of(gate_up, [width, width], gated=silu), projection_of([parts["down_proj"]]), names[0])
 
 
 MIXERS: dict[str, tuple[_Recogniser[Mixer], ...]] = {"self_attn": (attention_of,), "linear_attn": (gated_delta_of,)}
