@@ -191,6 +191,28 @@ struct SwigluParams {
   int64_t x_stride, out_stride;
 };
 
+enum class Activation : int { gelu_tanh = 0, sigmoid = 1 };
+
+// out = x * activation(gate), the activation rounded before it is used.
+struct ApplyGateParams {
+  int rows, size;
+  Activation activation;
+  DType dtype;
+  const void *x, *gate;  // [rows, size]
+  void* out;             // [rows, size], contiguous
+  int64_t x_stride, gate_stride;
+};
+
+// out = cap * tanh(x / cap), each step rounded.
+struct SoftCapParams {
+  int rows, size;
+  float cap;
+  DType dtype;
+  const void* x;  // [rows, size]
+  void* out;      // [rows, size], contiguous
+  int64_t x_stride;
+};
+
 // Splits a projection into heads, normalises q and k per head where they have a weight, and rotates them: the first
 // rotary_dim channels by the tables' row at lengths[b] + depths[i], in pairs (i, i + rotary_dim / 2) or (2i, 2i + 1).
 struct HeadNormRopeParams {
@@ -299,6 +321,8 @@ namespace pydflash {
 #define PYDFLASH_KERNELS_cpu(apply)   \
   PYDFLASH_KERNELS_OF_ALL(apply)      \
   PYDFLASH_KERNELS_RECURRENT(apply)   \
+  apply(apply_gate, ApplyGateParams)  \
+  apply(soft_cap, SoftCapParams)      \
   apply(packed_linear, PackedLinearParams)
 #define PYDFLASH_KERNELS_cuda(apply) \
   PYDFLASH_KERNELS_OF_ALL(apply)     \

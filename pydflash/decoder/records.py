@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import ops
 from .block import Forward
@@ -51,6 +50,11 @@ class Record:
     def arguments(self, held: Held) -> tuple[Any, ...]:
         """What the compiled decoder takes for it, by address. Raises: NoCompiledForm."""
         raise NoCompiledForm(f"{type(self).__name__} has no compiled form")
+
+
+def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """As `ops.apply_gate`; by torch where there is no kernel of it."""
+    return (ops if x.device.type == "cpu" else ops.reference).apply_gate(x, gate, activation)
 
 
 class Mixer(Protocol):
@@ -216,7 +220,7 @@ class Attention(Record):
         return self._leave(prompt_attention(q, part.k, part.v, self.scale, self.window).reshape(len(u), -1), u)
 
     def _leave(self, out: Tensor, u: Tensor) -> Tensor:
-        return self.output(out if self.gate is None else out * self.gate(u).sigmoid())
+        return self.output(out if self.gate is None else gated(out, self.gate(u), "sigmoid"))
 
     def queries(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
         """Normalised and rotated queries [B, Hq, S, D]; the block's keys and values are written."""
@@ -265,7 +269,7 @@ class GatedMLP(Record):
         y = self.gate_up(u)
         if self.activation == "gelu_tanh":
             gate, up = y.chunk(2, -1)
-            y = F.gelu(gate, approximate="tanh") * up
+            y = gated(up, gate, self.activation)
         return self.down(y)
 
     def arguments(self, held: Held) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from . import registry as registry
 from .attention import *
 from .caches import *
 from .convolutions import *
+from .gates import *
 from .linear import *
 from .norms import *
 from .paths import *

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import ops
+from ..ops import reference
 from .modules import UnknownForm, parts_of, unknown
 from .recognise import MIXERS, MLPS, LayerWiring
 
@@ -44,17 +47,22 @@ class RotaryCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitForm:
-    """What a model does to its head's output. kind: "" for nothing, else "times", "over" or "cap" a value."""
+    """What a model does to its head's output [..., V]. kind: "" for nothing, else "times", "over" or "cap" a value."""
 
     kind: str = ""
     value: float = 1.0
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, kernels: ModuleType | None = None) -> Tensor:
+        """kernels: The module of the cap, `ops` on a CPU where it is not given, else plain torch."""
         if self.kind == "times":
             return logits * self.value
         if self.kind == "over":
             return logits / self.value
-        return logits if not self.kind else torch.tanh(logits / self.value) * self.value
+        if not self.kind:
+            return logits
+        kernels = kernels or (ops if logits.device.type == "cpu" else reference)
+        capped: Tensor = kernels.soft_cap(logits.flatten(0, -2), self.value)
+        return capped.view_as(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,7 @@ def trace(target: ModelTarget, ids: Tensor, positions: Tensor, run: Run) -> Trac
     if not torch.equal(head.taken, output_of(seen[held[final]][0])):
         unknown("a plain head", "one behind something else")
     forms = [LogitForm(), *(LogitForm(kind, n) for n in numbers for kind in ("times", "over", "cap"))]
-    form = next((form for form in forms if torch.equal(form(output_of(head)), logits)), None)
+    form = next((form for form in forms if torch.equal(form(output_of(head), reference), logits)), None)
     if form is None:
         unknown("plain logits", "others than the head gives")
     return Trace(Wiring(layers, tuple(call for call, _ in calls), final, embed_scale, form), seen, norms)
@@ -204,6 +212,8 @@ def _layer_wiring(layer: nn.Module, i: int, seen: dict[nn.Module, list[Seen]], t
         return name, given if name is None else output_of(calls[name])
 
     (first, x), (second, y), (third, between), (fourth, z) = before(mixer), after(mixer), before(mlp), after(mlp)
+    if torch.equal(calls[mixer].taken, calls[mlp].taken):
+        unknown(f"attention, and the MLP behind it, in layer {i}", "both beside each other")
     if not torch.equal(x, whole.taken):
         unknown(f"a plain norm before attention in layer {i}", "another")
     scales = (1.0, *(v for v in vars(layer).values() if isinstance(v, float) and v != 1))

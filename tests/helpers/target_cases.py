@@ -8,16 +8,18 @@ import transformers
 from tiny_models import SLIDING_MIX, TINY, _family
 
 # Families whose layers are of the common form; families that run in their own layers, and what these have otherwise.
-FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite", "qwen3_5"}
+FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite", "qwen3_5"} | {
+    "gemma3",
+    "gemma3_nested",
+    "glm4",
+    "qwen3_5_nested",
+}
 OWN = {
     "qwen3_moe": "attention and MLP of the usual projections, got experts",
     "mixtral": "fused ones need",
-    "gemma3": "layers of input_layernorm, mlp, post_attention_layernorm, self_attn, got input_layernorm",
-    "gemma3_nested": "layers of input_layernorm",
-    "olmo2": "layers of input_layernorm",
-    "glm4": "layers of input_layernorm",
-    "cohere": "layers of input_layernorm",
-    "cohere2": "layers of input_layernorm",
+    "olmo2": "norms of q and k per head",
+    "cohere": "got both beside each other",
+    "cohere2": "got both beside each other",
     "gpt_neox": "a final norm and a rotary_emb beside the layers",
     "gpt2": "a final norm and a rotary_emb beside the layers",
     "opt": "a final norm and a rotary_emb beside the layers",
@@ -38,7 +40,15 @@ REFUSED = {
     "bamba": "attention layers only, got stateful",
     "falcon_h1": "attention layers only, got stateful",
 }
-OLDER = ("qwen3_next", "qwen3_5", "lfm2", "mamba2", "bamba", "falcon_h1")  # without exact state in older transformers
+OLDER = (
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_nested",
+    "lfm2",
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+)  # without exact state in older transformers
 if int(transformers.__version__.partition(".")[0]) < 5:  # attention of its own
     REFUSED |= {"stablelm": "attention that positions and windows describe fully, got logits off by"}
 EITHER = ("qwen2_5_vl",)  # older rotary tables have three axes
@@ -58,12 +68,26 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "windows longer than the trial": (TINY["qwen3"], WINDOWED | {"sliding_window": 30}, "fused"),
     "all windows longer than the trial": (TINY["mistral"], {"sliding_window": 30}, "fused"),
     "a window of one": (TINY["mistral"], {"sliding_window": 1}, "fused"),
-    "own windows longer than the trial": (TINY["gemma3"], {"sliding_window": 30}, "own"),
+    "two tables and windows longer than the trial": (TINY["gemma3"], {"sliding_window": 30}, "fused"),
+    "own windows longer than the trial": (TINY["cohere2"], {"sliding_window": 30}, "own"),
     "attention factor": (TINY["granite"], {"attention_multiplier": 0.3}, "fused"),
-    "residual factor": (TINY["granite"], {"residual_multiplier": 1.03}, "a plain sum after attention in layer 0"),
-    "embedding factor": (TINY["granite"], {"embedding_multiplier": 1.03}, "a plain norm before attention in layer 0"),
-    "logits factor": (TINY["granite"], {"logits_scaling": 1.03}, "plain logits"),
-    "logits factor of another": (TINY["cohere"], {"logit_scale": 1.03}, "layers of input_layernorm"),
+    "residual factor": (TINY["granite"], {"residual_multiplier": 0.31}, "fused"),
+    "residual factor near 1": (TINY["granite"], {"residual_multiplier": 1.03}, "fused"),
+    "embedding factor": (TINY["granite"], {"embedding_multiplier": 12.0}, "fused"),
+    "logits divided": (TINY["granite"], {"logits_scaling": 1.03}, "fused"),
+    "all factors": (
+        TINY["granite"],
+        {
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "attention_multiplier": 0.1,
+        },
+        "fused",
+    ),
+    "logits capped": (TINY["gemma2"], {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0}, "fused"),
+    "a quarter rotated": (TINY["glm4"], {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}, "fused"),
+    "logits factor of another": (TINY["cohere"], {"logit_scale": 1.03}, "both beside each other"),
     "window unknown to attention": (TINY["llama"], {"sliding_window": 30}, "a sliding window (30) that its attention"),
     "dynamic": (TINY["llama"], {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}, "does not change"),
     "longrope": (

@@ -180,6 +180,13 @@ class Base:
         m, h, d = self.batch, self.heads, self.width
         return [self.floats(m, h, d), self.floats(m, h * d), self.floats(d), 1e-6]
 
+    def apply_gate(self) -> list[Any]:
+        x = self.floats(self.slots, self.width)
+        return [x, x.clone(), self.rng.choice(["gelu_tanh", "sigmoid"])]
+
+    def soft_cap(self) -> list[Any]:
+        return [self.floats(self.slots, self.width), 3.0]
+
     def swiglu(self) -> list[Any]:
         return [self.floats(self.slots, 2 * self.width)]
 

@@ -8,6 +8,7 @@ the inputs are float64. p is the target's distribution and q the drafter's, ever
 from .attention import *
 from .caches import *
 from .convolutions import *
+from .gates import *
 from .linear import *
 from .norms import *
 from .numbers import *
