@@ -43,7 +43,7 @@ class Speculator:
         tokenizer: Needed for text in and text out; token ids work without.
         block_size: Slots per block, anchor included, at most the trained size (the default).
         path: How drafts are chosen from the lattice: "walk", "viterbi" (its most probable path), or "tree" (its
-            most probable nodes, verified in one forward; for targets with attention only).
+            most probable nodes, verified in one forward; for targets with attention, and fused hybrids).
         num_nodes: Drafts in a tree, 1 to 63, or "auto" (the default): of a few sizes the one with the most expected
             tokens per second, by what a round of each takes here. The host's loop chooses in every round, by that
             round's probabilities; the device's once, by what trees typically bring. `stats.backends["tree"]` says.

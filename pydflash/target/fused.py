@@ -1,6 +1,7 @@
 """The fused target: a model's layers as our decoder of records, in few launches.
 
-Prompts run through the model's own layers, blocks through the decoder, over the same caches.
+Blocks run through the decoder; prompts through the model's own layers over the same caches, or through the decoder too
+where a layer keeps a state.
 """
 
 from __future__ import annotations
