@@ -207,6 +207,27 @@ def cpu() -> str:
     return _table(head, rows) + _caption("cpu", "bench/cpu.py", found["machine"], note, copy)
 
 
+def cpu_hybrid() -> str:
+    """Rounds of a Gated DeltaNet hybrid with random weights."""
+    found = _read("cpu_hybrid")
+    times, kept = found["ms"], found["block"]
+    names = {
+        "transformers": "transformers, a token",
+        "plain": "plain, a token",
+        "walk": f"walk of {kept} slots",
+        "tree": f"tree of {found['nodes']} nodes",
+    }
+    rows = []
+    for side, name in names.items():
+        tokens = kept if side in ("walk", "tree") else 1
+        ratios = [f"{times[against] * tokens / times[side]:.1f}" for against in ("transformers", "plain")]
+        rows.append([name, f"{times[side]:.1f}", str(tokens), *ratios])
+    head = ("", "ms", "tokens", "x transformers", "x plain")
+    note = f"bfloat16, perfect drafts, {found['weight_bytes'] / 1e9:.1f} GB of weights"
+    copy = f"copy {found['machine']['copy_gb_s']} GB/s"
+    return _table(head, rows) + _caption("cpu_hybrid", "bench/cpu_hybrid.py", found["machine"], note, copy)
+
+
 def cpu_linear() -> str:
     """Packed linear layers of a whole model beside torch's and oneDNN's."""
     found = _read("cpu_linear")
@@ -392,6 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-linear": gpu_linear,
     "gpu-sampling": gpu_sampling,
     "cpu": cpu,
+    "cpu-hybrid": cpu_hybrid,
     "cpu-linear": cpu_linear,
     "cpu-attention": cpu_attention,
     "cpu-sampling": cpu_sampling,

@@ -53,8 +53,9 @@ class Record:
 
 
 def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """As `ops.apply_gate`; by torch where there is no kernel of it."""
-    return (ops if x.device.type == "cpu" else ops.reference).apply_gate(x, gate, activation)
+    """As `ops.apply_gate`; by torch on devices that have no kernel of it."""
+    kernels = ops if ops.registry.has("apply_gate", x.device) else ops.reference
+    return kernels.apply_gate(x, gate, activation)
 
 
 class Mixer(Protocol):

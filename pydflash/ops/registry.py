@@ -49,6 +49,11 @@ def backends_of(name: str) -> tuple[str, ...]:
     return _declared[name].backends
 
 
+def has(name: str, device: torch.device) -> bool:
+    """Whether the backend that runs on a device has a kernel of an op."""
+    return backends.name_for(device.type) in backends_of(name)
+
+
 def register(
     schema: str,
     *,

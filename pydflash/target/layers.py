@@ -16,7 +16,8 @@ from ..decoder.records import Layer
 from ..decoder.stack import Decoder
 from ..ops import backends
 from .modules import Facts, Rotary, is_plain, linears_of, norm_of, projection_of, unknown
-from .recognise import GATE_UP, INPUTS, LayerModules, layer_of
+from .recognise import INPUTS, LayerModules, layer_of
+from .recognise_mlp import GATE_UP
 from .tracing import Wiring, body_of, names_of
 
 if TYPE_CHECKING:

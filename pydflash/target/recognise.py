@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..decoder.linear import Projection
-from ..decoder.records import MLP, Attention, GatedMLP, Layer, Mixer, Residual
+from ..decoder.records import MLP, Attention, Layer, Mixer, Residual
 from .modules import Facts, UnknownForm, is_plain, linears_of, norm_of, parts_of, projection_of, unknown
 from .recognise_delta import APART, gated_delta_of
+from .recognise_experts import experts_of
+from .recognise_mlp import gated_mlp_of
 
 _Found = TypeVar("_Found", Mixer, MLP)
 
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 INPUTS = (*QKV, *APART)  # what a mixer reads its input with, side by side
-GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
-_GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
 class LayerModules(NamedTuple):
@@ -139,20 +137,5 @@ def _without_gate(qkv: Projection, heads: int, dim: int) -> tuple[Projection, Pr
     )
 
 
-def gated_mlp_of(module: Any, i: int, facts: Facts) -> GatedMLP | None:
-    parts = parts_of(module)
-    if set(parts) not in _GATED:
-        return None
-    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    probe = torch.linspace(-3, 3, 7)
-    known = {"silu": F.silu(probe), "gelu_tanh": F.gelu(probe, approximate="tanh")}
-    names = [] if activation is None else [n for n, y in known.items() if torch.allclose(activation(probe), y)]
-    if not names:
-        unknown("a gated SiLU or GELU(tanh)", activation)
-    silu, gate_up = names[0] == "silu", linears_of(module, GATE_UP)
-    width = gate_up[0].out_features // (3 - len(gate_up)) if is_plain(gate_up[0]) else 0
-    return GatedMLP(projection_of(gate_up, [width, width], gated=silu), projection_of([parts["down_proj"]]), names[0])
-
-
 MIXERS: dict[str, tuple[_Recogniser[Mixer], ...]] = {"self_attn": (attention_of,), "linear_attn": (gated_delta_of,)}
-MLPS: dict[str, tuple[_Recogniser[MLP], ...]] = {"mlp": (gated_mlp_of,)}
+MLPS: dict[str, tuple[_Recogniser[MLP], ...]] = {"mlp": (gated_mlp_of, experts_of)}

@@ -53,14 +53,14 @@ class LogitForm:
     value: float = 1.0
 
     def __call__(self, logits: Tensor, kernels: ModuleType | None = None) -> Tensor:
-        """kernels: The module of the cap, `ops` on a CPU where it is not given, else plain torch."""
+        """kernels: The module of the cap; `ops` where there is a kernel of it, else plain torch."""
         if self.kind == "times":
             return logits * self.value
         if self.kind == "over":
             return logits / self.value
         if not self.kind:
             return logits
-        kernels = kernels or (ops if logits.device.type == "cpu" else reference)
+        kernels = kernels or (ops if ops.registry.has("soft_cap", logits.device) else reference)
         capped: Tensor = kernels.soft_cap(logits.flatten(0, -2), self.value)
         return capped.view_as(logits)
 

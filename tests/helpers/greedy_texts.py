@@ -15,7 +15,7 @@ from pydflash.target.generic import Target
 
 NEW_TOKENS = 40
 # transformers 4 keeps these families' state in caches of their own, which cannot be continued over several tokens.
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_nested", "lfm2", "mamba2", "bamba", "falcon_h1")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_nested", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "falcon_h1")
 EXACT_RECURRENT = hasattr(transformers.cache_utils, "LinearAttentionCacheLayerMixin")
 
 

@@ -8,15 +8,12 @@ import transformers
 from tiny_models import SLIDING_MIX, TINY, _family
 
 # Families whose layers are of the common form; families that run in their own layers, and what these have otherwise.
-FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite", "qwen3_5"} | {
-    "gemma3",
-    "gemma3_nested",
-    "glm4",
-    "qwen3_5_nested",
-}
+FUSED = {"llama", "llama_tied", "qwen2", "qwen3", "mistral", "phi3", "granite", "gemma3", "gemma3_nested", "glm4"}
+# Families whose ops or records CPUs alone have.
+ON_CPU = {"qwen3_5", "qwen3_5_nested", "qwen3_5_moe", "qwen3_next", "qwen3_moe", "mixtral"}
 OWN = {
-    "qwen3_moe": "attention and MLP of the usual projections, got experts",
-    "mixtral": "fused ones need",
+    "qwen3_moe": "experts on a CPU",
+    "mixtral": "experts on a CPU",
     "olmo2": "norms of q and k per head",
     "cohere": "got both beside each other",
     "cohere2": "got both beside each other",
@@ -35,6 +32,9 @@ REFUSED = {
     "llama4": "attention that does not depend on the place in the block",
     "gemma4": "",
     "qwen3_next": "attention layers only, got stateful",
+    "qwen3_5": "attention layers only, got stateful",
+    "qwen3_5_nested": "attention layers only, got stateful",
+    "qwen3_5_moe": "attention layers only, got stateful",
     "lfm2": "attention layers only, got stateful",
     "mamba2": "a forward that takes position_ids, got none",
     "bamba": "attention layers only, got stateful",
@@ -44,6 +44,7 @@ OLDER = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_nested",
+    "qwen3_5_moe",
     "lfm2",
     "mamba2",
     "bamba",
@@ -51,6 +52,8 @@ OLDER = (
 )  # without exact state in older transformers
 if int(transformers.__version__.partition(".")[0]) < 5:  # attention of its own
     REFUSED |= {"stablelm": "attention that positions and windows describe fully, got logits off by"}
+    ON_CPU -= {"qwen3_moe", "mixtral"}
+    OWN |= dict.fromkeys(("qwen3_moe", "mixtral"), "fused ones need")
 EITHER = ("qwen2_5_vl",)  # older rotary tables have three axes
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

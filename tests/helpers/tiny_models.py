@@ -199,6 +199,9 @@ TINY: dict[str, Callable[..., Any]] = {
     "qwen2_5_vl": _nested("Qwen2_5_VL", {"rope_scaling": _M_ROPE, "rope_parameters": _M_ROPE}),
     "qwen3_next": _family("Qwen3Next", shared_expert_intermediate_size=32, **EXPERTS, **DELTA_NET),
     "qwen3_5": _family("Qwen3_5", config="TextConfig", **DELTA_NET),
+    "qwen3_5_moe": _family(
+        "Qwen3_5Moe", config="TextConfig", shared_expert_intermediate_size=32, **EXPERTS, **DELTA_NET
+    ),
     "qwen3_5_nested": _nested("Qwen3_5", DELTA_NET | {"rope_parameters": _PARTIAL_M_ROPE}),
     "lfm2": _family("Lfm2", layer_types=["conv", "full_attention"] * 2, block_ff_dim=128),
     "mamba2": _family("Mamba2", num_heads=8, head_dim=16, state_size=16, n_groups=1, expand=2, chunk_size=16),

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 from cpu_levels import over_levels
-from delta_cases import Delta, chain, path_to, tree
+from delta_cases import CPU, Delta, chain, path_to, tree
 from fused_cases import DTYPES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pydflash import ops
 from pydflash.ops import reference
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The only one whose backend has these ops."""
+    return CPU
+
 
 NEAR = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1.6e-2, 2e-2), torch.float16: (2e-3, 2e-3)}
 

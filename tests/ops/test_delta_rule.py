@@ -15,6 +15,13 @@ from torch import Tensor
 from pydflash import ops
 from pydflash.ops import reference
 
+
+@pytest.fixture
+def device() -> torch.device:
+    """The only one whose backend has these ops."""
+    return CPU
+
+
 SIZES = (  # key heads, value heads, key dim, value dim
     (1, 1, 16, 16),
     (2, 4, 64, 64),

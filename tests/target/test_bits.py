@@ -11,7 +11,7 @@ from pydflash import Target
 from pydflash.target.fused import FusedTarget
 from pydflash.tree import tree_of
 
-FAMILIES = ("llama", "qwen3", "granite", "gemma3", "glm4", "gemma2", "qwen3_5")
+FAMILIES = ("llama", "qwen3", "granite", "gemma3", "glm4", "gemma2", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
 CHANGES = {"gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0}}
 
 
