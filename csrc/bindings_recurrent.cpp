@@ -42,7 +42,7 @@ DeltaInputs inputs_of(const char* op, const TensorView& x, const TensorView& a, 
 
 void delta_rule(Capsule x_, Capsule a_, Capsule b_, Capsule a_log_, Capsule dt_bias_, Capsule state_, Capsule kept_k_,
                 Capsule kept_u_, Capsule kept_g_, Capsule kept_count_, Capsule visibility_, Capsule block_k_,
-                Capsule block_u_, Capsule block_g_, Capsule out_, bool in_order, uintptr_t stream, int device) {
+                Capsule block_u_, Capsule block_g_, Capsule out_, bool in_order, Allocate allocate, uintptr_t stream, int device) {
   const char* op = "delta_rule";
   TensorView x(op, "x", x_), a(op, "a", a_), b(op, "b", b_), a_log(op, "a_log", a_log_);
   TensorView dt_bias(op, "dt_bias", dt_bias_), state(op, "state", state_), out(op, "out", out_);
@@ -73,12 +73,13 @@ void delta_rule(Capsule x_, Capsule a_, Capsule b_, Capsule a_log_, Capsule dt_b
   p.block_k = data_of<float>(block_k), p.block_u = data_of<float>(block_u), p.block_g = data_of<float>(block_g);
   p.block_k_stride = block_k.stride(0), p.block_u_stride = block_u.stride(0), p.block_g_stride = block_g.stride(0);
   if (state.empty()) return;
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::delta_rule(p, stream_of(stream, device));
 }
 
 void delta_prompt(Capsule x_, Capsule a_, Capsule b_, Capsule a_log_, Capsule dt_bias_, Capsule state_, Capsule out_,
-                  int64_t key_heads, uintptr_t stream, int device) {
+                  int64_t key_heads, Allocate allocate, uintptr_t stream, int device) {
   const char* op = "delta_prompt";
   TensorView x(op, "x", x_), a(op, "a", a_), b(op, "b", b_), a_log(op, "a_log", a_log_);
   TensorView dt_bias(op, "dt_bias", dt_bias_), state(op, "state", state_), out(op, "out", out_);
@@ -87,6 +88,7 @@ void delta_prompt(Capsule x_, Capsule a_, Capsule b_, Capsule a_log_, Capsule dt
   state.dense_behind(1);
   p.state = data_of<float>(state), p.state_stride = state.stride(0);
   if (state.empty() || out.empty()) return;
+  p.scratch = scratch_for(p, allocate);
   py::gil_scoped_release nogil;
   backend::delta_prompt(p, stream_of(stream, device));
 }
@@ -118,7 +120,7 @@ void delta_commit(Capsule block_k_, Capsule block_u_, Capsule block_g_, Capsule 
   p.tail_rows = int(tail.dim(2));
   p.k_size = block_k.dim(3) * block_k.dim(4), p.u_size = block_u.dim(3) * block_u.dim(4), p.g_size = block_u.dim(3);
   const int64_t element = block_x.element_size();
-  p.x_bytes = block_x.dim(3) * element;
+  p.element_size = int(element), p.x_bytes = block_x.dim(3) * element;
   p.block_k = data_of<const float>(block_k), p.block_u = data_of<const float>(block_u);
   p.block_g = data_of<const float>(block_g), p.block_x = block_x.data();
   p.kept_k = data_of<float>(kept_k), p.kept_u = data_of<float>(kept_u), p.kept_g = data_of<float>(kept_g);

@@ -318,16 +318,21 @@ namespace pydflash {
   apply(head_norm_rope, HeadNormRopeParams)      \
   apply(block_conv, BlockConvParams)
 
-#define PYDFLASH_KERNELS_cpu(apply)   \
-  PYDFLASH_KERNELS_OF_ALL(apply)      \
-  PYDFLASH_KERNELS_RECURRENT(apply)   \
-  apply(apply_gate, ApplyGateParams)  \
-  apply(soft_cap, SoftCapParams)      \
+#define PYDFLASH_KERNELS_NOT_ON_CUDA(apply) \
+  PYDFLASH_KERNELS_RECURRENT(apply)         \
+  apply(apply_gate, ApplyGateParams)        \
+  apply(soft_cap, SoftCapParams)
+
+#define PYDFLASH_KERNELS_cpu(apply)     \
+  PYDFLASH_KERNELS_OF_ALL(apply)        \
+  PYDFLASH_KERNELS_NOT_ON_CUDA(apply)   \
   apply(packed_linear, PackedLinearParams)
 #define PYDFLASH_KERNELS_cuda(apply) \
   PYDFLASH_KERNELS_OF_ALL(apply)     \
   apply(skinny_linear, SkinnyLinearParams)
-#define PYDFLASH_KERNELS_sycl_backend(apply) PYDFLASH_KERNELS_OF_ALL(apply)
+#define PYDFLASH_KERNELS_sycl_backend(apply) \
+  PYDFLASH_KERNELS_OF_ALL(apply)             \
+  PYDFLASH_KERNELS_NOT_ON_CUDA(apply)
 
 // What all backends have alike.
 #define PYDFLASH_DECLARE(name, Params) void name(const Params& params, Stream stream);
@@ -362,6 +367,8 @@ float skinny_linear_balance(const SkinnyLinearParams& params, int device);  // 1
 namespace sycl_backend {
 PYDFLASH_DECLARE_BACKEND(PYDFLASH_KERNELS_sycl_backend)
 PYDFLASH_DECLARE_SCRATCH()
+int64_t scratch_bytes(const DeltaRuleParams& params);
+int64_t scratch_bytes(const DeltaPromptParams& params);
 }  // namespace sycl_backend
 #undef PYDFLASH_DECLARE_BACKEND
 #undef PYDFLASH_DECLARE_SCRATCH

@@ -46,6 +46,7 @@ struct DeltaPromptParams {
 // kept_count[b]; tail[layer, b] = the last rows of the tail and the accepted slots' inputs in order.
 struct DeltaCommitParams {
   int layers, batch, slots, entries, tail_rows;
+  int element_size;  // of block_x and tail
   int64_t k_size, u_size, g_size, x_bytes;  // floats, and bytes of block_x, of one slot
   const float *block_k, *block_u, *block_g;
   const void* block_x;

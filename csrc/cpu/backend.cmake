@@ -35,7 +35,8 @@ foreach(level ${cpu_levels})
   list(APPEND cpu_objects $<TARGET_OBJECTS:cpu_${level}>)
 endforeach()
 
-pydflash_add_backend(cpu BINDINGS csrc/bindings_packed.cpp csrc/bindings_recurrent.cpp csrc/bindings_gates.cpp SOURCES ${cpu_once} ${cpu_objects})
+pydflash_add_backend(cpu BINDINGS csrc/bindings_packed.cpp ${PYDFLASH_BINDINGS_NOT_ON_CUDA}
+                     SOURCES ${cpu_once} ${cpu_objects})
 target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 if("avx512" IN_LIST cpu_levels)
   target_compile_definitions(_cpu PRIVATE PYDFLASH_X86=1)

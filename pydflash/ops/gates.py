@@ -15,7 +15,7 @@ ACTIVATIONS = ("gelu_tanh", "sigmoid")
     "apply_gate(Tensor x, Tensor gate, str activation) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
     reference=reference.apply_gate,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def apply_gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
     """x * activation(gate), the activation rounded before it is used; a value's bits depend on nothing beside it.
@@ -41,7 +41,7 @@ def apply_gate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
     "soft_cap(Tensor x, float cap) -> Tensor",
     fake=lambda x, cap: x.new_empty(x.shape),
     reference=reference.soft_cap,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), each step rounded; a value's bits depend on nothing beside it.

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from . import reference
-from .native import capsule, int32, int64, module_for, rows
+from .native import capsule, int32, int64, module_for, rows, scratch_of
 from .registry import register
 
 MOST_SLOTS = 64  # of a block
@@ -33,7 +33,7 @@ def _out(x: Tensor, state: Tensor) -> Tensor:
     " Tensor(d!) block_g, bool in_order=True) -> Tensor",
     fake=lambda x, a, b, a_log, dt_bias, state, *_, **__: _out(x, state),
     reference=reference.delta_rule,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def delta_rule(
     x: Tensor,
@@ -66,7 +66,7 @@ def delta_rule(
         visibility: [B or 1, S], bit j of slot i: j is i or an ancestor of it; ancestors come first.
         block_k, block_u, block_g: As the kept ones, of S slots; written.
         in_order: Slot by slot, so that a slot's bits do not depend on where its block began or what else is in it.
-            Else all slots at once, by one triangular system. Kernels on a CPU always go in order.
+            Else all slots at once, by one triangular system, where a backend has that: those of today go in order always.
 
     Returns: [B, S, Hv, Dv].
 
@@ -78,7 +78,7 @@ def delta_rule(
     kept_count, visibility = int32(kept_count, "delta_rule: kept_count"), int64(visibility, "delta_rule: visibility")
     x, a, b = rows(x), rows(a), rows(b)
     order = (x, a, b, a_log, dt_bias, state, kept_k, kept_u, kept_g, kept_count, visibility, block_k, block_u, block_g)
-    module.delta_rule(*[capsule(t) for t in (*order, out)], in_order, stream, device)
+    module.delta_rule(*[capsule(t) for t in (*order, out)], in_order, scratch_of(x), stream, device)
     return out
 
 
@@ -87,7 +87,7 @@ def delta_rule(
     " -> Tensor",
     fake=lambda x, a, b, a_log, dt_bias, state, key_heads: _out(x, state),
     reference=reference.delta_prompt,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def delta_prompt(
     x: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, key_heads: int
@@ -105,7 +105,7 @@ def delta_prompt(
     module, stream, device = module_for("delta_prompt", x, a, b, a_log, dt_bias, state)
     out = _out(x, state)
     order = (rows(x), rows(a), rows(b), a_log, dt_bias, state, out)
-    module.delta_prompt(*[capsule(t) for t in order], key_heads, stream, device)
+    module.delta_prompt(*[capsule(t) for t in order], key_heads, scratch_of(x), stream, device)
     return out
 
 
@@ -114,7 +114,7 @@ def delta_prompt(
     " Tensor(b!) kept_u, Tensor(c!) kept_g, Tensor(d!) kept_count, Tensor(e!) tail) -> ()",
     fake=lambda *_: None,
     reference=reference.delta_commit,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def delta_commit(
     block_k: Tensor,
@@ -151,7 +151,7 @@ def delta_commit(
     " -> Tensor",
     fake=lambda x, *_, **__: x.new_empty(x.shape),
     reference=reference.short_conv,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def short_conv(
     x: Tensor,
@@ -188,7 +188,7 @@ def short_conv(
     "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
     reference=reference.gated_rms_norm,
-    backends=("cpu",),
+    backends=("cpu", "sycl"),
 )
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, times silu(gate). The normalised value and its product are each rounded.
