@@ -66,7 +66,7 @@ def delta_rule(
         visibility: [B or 1, S], bit j of slot i: j is i or an ancestor of it; ancestors come first.
         block_k, block_u, block_g: As the kept ones, of S slots; written.
         in_order: Slot by slot, so that a slot's bits do not depend on where its block began or what else is in it.
-            Else all slots at once, by one triangular system, where a backend has that: those of today go in order always.
+            Else all slots at once, by one triangular system, where a backend has that; today's go in order always.
 
     Returns: [B, S, Hv, Dv].
 
