@@ -22,6 +22,8 @@ struct DecoderNorm {
   const void* weight;  // null where there is no norm
   float eps, weight_offset;
   bool round_first;
+  bool centred = false;        // LayerNorm, rounded once
+  const void* bias = nullptr;  // of a LayerNorm, or null
 };
 
 // The convolutions before and after a record, [taps, hidden] each, and what makes their deltas [2, taps, groups].
@@ -31,31 +33,36 @@ struct DecoderConv {
   DecoderLinear deltas;
 };
 
-// What stands around a mixer or an MLP: x + record(norm(x)).
+// What stands around a mixer or an MLP: x + scale * after(record(before(x))).
 struct DecoderAround {
-  DecoderNorm norm;
+  DecoderNorm before, after;
+  float scale;
   std::optional<DecoderConv> conv;
 };
 
 struct DecoderAttention {
   DecoderLinear qkv, output;
-  DecoderNorm q_norm, k_norm;  // per head
+  DecoderNorm q_norm, k_norm;  // per head, or over all heads together
+  bool norm_all;
   int num_heads, num_kv_heads, head_dim, rotary_dim;
   bool interleaved;
   float scale;
   int window;
   bool causal;
+  int table;
 };
 
 struct DecoderMLP {
   DecoderLinear gate_up, down;
+  std::optional<Activation> gate;  // none for SiLU
 };
 
-// Of all layers num_kv_heads, head_dim and rotary_dim are the same.
+// Of all layers num_kv_heads and head_dim are the same. Where `parallel`, the MLP reads what the mixer reads.
 struct DecoderLayer {
   DecoderAttention attention;
   DecoderMLP mlp;
   DecoderAround around_attention, around_mlp;
+  bool parallel;
 };
 
 struct DecoderWeights {
@@ -63,6 +70,12 @@ struct DecoderWeights {
   DType dtype;
   DecoderNorm final_norm;
   std::vector<DecoderLayer> layers;
+};
+
+// [positions, rotary_dim / 2] each.
+struct DecoderTable {
+  const float *cos, *sin;
+  int64_t positions;
 };
 
 // One forward. Keys and values of the block are written, the caches are read; strides as in BlockAttentionParams.
@@ -74,8 +87,7 @@ struct DecoderCall {
   int64_t cache_stride[4];        // [layer, batch, head, row], of both
   int64_t capacity;
   void *k_block, *v_block;  // [layers, batch, num_kv_heads, slots, head_dim], contiguous
-  const float *cos, *sin;
-  int64_t positions;
+  std::vector<DecoderTable> tables;
   const int32_t *lengths, *depths;
   const int64_t *visibility, *causal;  // causal may be null
   int64_t depths_stride, visibility_stride;

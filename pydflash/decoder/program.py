@@ -12,7 +12,7 @@ from ..ops import backends
 from ..ops.native import capsule
 from .block import BlockView, Table
 from .linear import Projection
-from .records import Layer, NoCompiledForm, Norm
+from .records import Layer, LayerNorm, NoCompiledForm, Norm
 from .stores import Cache, KVStore
 
 
@@ -43,7 +43,7 @@ class Held:
 class Program:
     """Layers and the norm behind them, held by compiled code; the weights must not move while it lives."""
 
-    def __init__(self, layers: Sequence[Layer], final_norm: Norm, module: Any) -> None:
+    def __init__(self, layers: Sequence[Layer], final_norm: Norm | LayerNorm, module: Any) -> None:
         """Raises: NoCompiledForm, or ValueError where sizes or dtypes do not fit."""
         self._held = held = Held()
         for layer in layers:
@@ -51,7 +51,7 @@ class Program:
         self._native = module.Decoder(final_norm.arguments(held), [layer.arguments(held) for layer in layers])
 
     @staticmethod
-    def of(layers: Sequence[Layer], final_norm: Norm) -> Program | str:
+    def of(layers: Sequence[Layer], final_norm: Norm | LayerNorm) -> Program | str:
         """The program, or why there is none."""
         module = backends.load("cpu").module
         if module is None:
@@ -76,8 +76,9 @@ class Program:
         store: KVStore = cache.stores[0]
         if store.block is None:
             raise ValueError("decoder: cache must hold an open block, got none")
-        tensors = (x, out, store.k, store.v, cache.lengths, *tables[0], view.depths, view.visibility, view.causal)
-        self._native.forward(*map(capsule, (*tensors, *store.block)), layers, capsule(taken))
+        tensors = (x, out, store.k, store.v, cache.lengths, view.depths, view.visibility, view.causal, *store.block)
+        pairs = [(capsule(cos), capsule(sin)) for cos, sin in tables]
+        self._native.forward(*map(capsule, tensors), pairs, layers, capsule(taken))
         return out, dict(zip(layers, taken, strict=True))
 
 

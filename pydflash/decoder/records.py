@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import ops
 from .block import Forward
@@ -107,7 +109,25 @@ class Norm:
         return ops.add_rms_norm(x, delta, self.weight, *self.kind)
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
-        return held(self.weight), *self.kind
+        return held(self.weight), *self.kind, False, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm:
+    """Norm around the mean, rounded once, with a weight [size] and perhaps a bias: by torch, or compiled as a whole."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of `Norm`."""
+        x = x if delta is None else x + delta
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps).to(x.dtype), x
+
+    def arguments(self, held: Held) -> tuple[Any, ...]:
+        return held(self.weight), self.eps, 0.0, False, True, None if self.bias is None else held(self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +166,8 @@ class Residual(Record):
     before, after: None where there is no norm.
     """
 
-    before: Norm | None
-    after: Norm | None = None
+    before: Norm | LayerNorm | None
+    after: Norm | LayerNorm | None = None
     scale: float = 1.0
     convolution: Convolution | None = None
 
@@ -171,9 +191,10 @@ class Residual(Record):
         return y if self.scale == 1 else y * self.scale
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
-        if self.before is None or self.after is not None or self.scale != 1:
-            raise NoCompiledForm("norms after a mixer or an MLP, and scales, have no compiled form")
-        return self.before.arguments(held), None if self.convolution is None else self.convolution.arguments(held)
+        before, after, convolution = (
+            None if part is None else part.arguments(held) for part in (self.before, self.after, self.convolution)
+        )
+        return before, after, self.scale, convolution
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,8 +203,8 @@ class Attention(Record):
 
     Attributes:
         qkv: [(num_heads + 2 num_kv_heads) * head_dim, H].
-        q_norm, k_norm: Per head, of one kind; None where there are none.
-        rotary_dim: Rotated channels of each head, in pairs (2i, 2i + 1) where interleaved.
+        q_norm, k_norm: Of one kind, per head or over all heads, as their sizes say; None where there are none.
+        rotary_dim: Rotated channels of each head, 0 for none, in pairs (2i, 2i + 1) where interleaved.
         window: 0 where it sees everything.
         causal: Whether its slots see earlier slots only, where the view has an own visibility for that.
         table: Which of the forward's rotary tables it reads.
@@ -225,13 +246,19 @@ class Attention(Record):
 
     def queries(self, u: Tensor, part: KVPart, forward: Forward) -> Tensor:
         """Normalised and rotated queries [B, Hq, S, D]; the block's keys and values are written."""
-        eps, weight_offset, round_first = NormKind(1e-6) if self.q_norm is None else self.q_norm.kind
+        qkv, q_norm, k_norm = self.qkv(u), self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and len(q_norm.weight) != self.head_dim:
+            q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], 1)
+            qkv, q_norm, k_norm = torch.cat([q_norm(q)[0], k_norm(k)[0], v], 1), None, None
+        eps, weight_offset, round_first = NormKind(1e-6) if q_norm is None else q_norm.kind
+        cos, sin = forward.tables[self.table] if self.rotary_dim else (x[:, :0] for x in forward.tables[self.table])
         return ops.head_norm_rope(
-            self.qkv(u).unflatten(0, (forward.batch, forward.slots)),
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            qkv.unflatten(0, (forward.batch, forward.slots)),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
             eps,
-            *forward.tables[self.table],
+            cos,
+            sin,
             forward.lengths,
             forward.view.depths,
             part.block_k,
@@ -246,11 +273,10 @@ class Attention(Record):
     def arguments(self, held: Held) -> tuple[Any, ...]:
         if self.gate is not None:
             raise NoCompiledForm("gates behind attention have no compiled form")
-        held.same("rotary tables", self.table, self.rotary_dim)
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_dim)
         norms = [None if norm is None else norm.arguments(held) for norm in (self.q_norm, self.k_norm)]
         linears = held.linear(self.qkv), held.linear(self.output)
-        return *linears, *norms, sizes, self.interleaved, self.scale, self.window, self.causal
+        return *linears, *norms, sizes, self.interleaved, self.scale, self.window, self.causal, self.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,19 +300,21 @@ class GatedMLP(Record):
         return self.down(y)
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
-        if self.activation != "silu":
-            raise NoCompiledForm(f"the activation {self.activation} has no compiled form")
-        return held.linear(self.gate_up), held.linear(self.down)
+        return held.linear(self.gate_up), held.linear(self.down), self.activation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One decoder layer, and what stands around its mixer and around its MLP."""
+    """One decoder layer, and what stands around its mixer and around its MLP.
+
+    parallel: Whether the MLP reads what the mixer reads; then nothing is before it, and there are no convolutions.
+    """
 
     mixer: Mixer
     mlp: MLP
     around_mixer: Residual
     around_mlp: Residual
+    parallel: bool = False
 
     def weights(self) -> tuple[Tensor, ...]:
         """All that `pack` copies but the convolutions', which are small."""
@@ -294,10 +322,10 @@ class Layer:
 
     def pack(self, format: WeightFormat) -> Layer:
         """The same with packed copies of its weights."""
-        return Layer(
-            self.mixer.pack(format), self.mlp.pack(format), self.around_mixer.pack(format), self.around_mlp.pack(format)
-        )
+        mixer, mlp = self.mixer.pack(format), self.mlp.pack(format)
+        return Layer(mixer, mlp, self.around_mixer.pack(format), self.around_mlp.pack(format), self.parallel)
 
     def arguments(self, held: Held) -> tuple[Any, ...]:
         """What the compiled decoder takes for it. Raises: NoCompiledForm."""
-        return tuple(part.arguments(held) for part in (self.mixer, self.mlp, self.around_mixer, self.around_mlp))
+        parts = (self.mixer, self.mlp, self.around_mixer, self.around_mlp)
+        return *(part.arguments(held) for part in parts), self.parallel

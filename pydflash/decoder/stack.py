@@ -14,7 +14,7 @@ from torch import Tensor
 from .block import BlockView, Forward, Table
 from .formats import WeightFormat
 from .program import Program
-from .records import Layer, Mixer, Norm
+from .records import Layer, LayerNorm, Mixer, Norm
 from .stores import Cache, KVShape
 
 
@@ -28,7 +28,7 @@ class Decoder:
     """
 
     layers: Sequence[Layer]
-    final_norm: Norm
+    final_norm: Norm | LayerNorm
     program: Program | None = None
     uncompiled: str = ""
 
@@ -82,7 +82,10 @@ class Decoder:
             if i - 1 in taps:
                 taken[i - 1] = x.view(batch, slots, width)
             y = layer.around_mixer.leave(mix(i, layer.mixer, u), deltas)
-            u, x, deltas = layer.around_mlp.enter(x, y, slots)
+            if layer.parallel:
+                x = x + y
+            else:
+                u, x, deltas = layer.around_mlp.enter(x, y, slots)
             y = layer.around_mlp.leave(layer.mlp(u), deltas)
         u, x = self.final_norm(x, y)
         if len(self.layers) - 1 in taps:

@@ -22,7 +22,7 @@ from .layers import Head, Recognised
 from .modules import UnknownForm
 from .own import OwnTarget
 from .tracing import Trace, trace
-from .wiring import wiring_fault
+from .wiring import rotations_tried, wiring_fault
 
 
 class FusedTarget(OwnTarget):
@@ -71,14 +71,14 @@ class FusedTarget(OwnTarget):
         return recognised
 
     def _as_traced(self, first: Trace, ids: Tensor) -> Recognised:
-        """The decoder that does what the model does, by trying. Raises: UnknownForm."""
-        faults = []
-        for neighbours in (False, True):
-            recognised = Recognised(self.target, self.windows, replace(first.wiring, neighbours=neighbours))
-            if (fault := wiring_fault(recognised, first, ids, self.run_at)) is None:
-                return recognised
-            faults.append(fault)
-        raise UnknownForm(faults[0])
+        """The decoder that does what the model does. Raises: UnknownForm."""
+        recognised = Recognised(self.target, self.windows, first.wiring)
+        layers = rotations_tried(recognised, first, ids)
+        if layers != first.wiring.layers:
+            recognised = Recognised(self.target, self.windows, replace(first.wiring, layers=layers))
+        if (fault := wiring_fault(recognised, first, ids, self.run_at)) is not None:
+            raise UnknownForm(fault)
+        return recognised
 
     def _pack(self, recognised: Recognised, quantize: str | None) -> None:
         format = formats.choose(recognised.weights(), quantize, self.device)

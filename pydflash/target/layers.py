@@ -42,7 +42,7 @@ class Recognised:
         config = target.facts.text_config
         self.target, self.wiring = target, wiring
         self._embed: nn.Module = target.model.get_input_embeddings()
-        body = dict(body_of(target).named_children())
+        body = dict(body_of(target).named_modules())
         if missing := [n for n in (wiring.final, *(call.name for call in wiring.tables)) if n not in body]:
             unknown("modules beside the layers that it had before", f"none called {missing[0]}")
         self._rotary: list[Any] = [body[call.name] for call in wiring.tables]
@@ -52,7 +52,9 @@ class Recognised:
         self._tables = [table for table, _ in found_tables]
         rotary = [Rotary(2 * table[0].shape[1], interleaved) for table, interleaved in found_tables]
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._facts = Facts(dim, rotary, [layer.table for layer in wiring.layers], windows)
+        layers = wiring.layers
+        tables, rotations = [layer.table for layer in layers], [layer.rotation for layer in layers]
+        self._facts = Facts(dim, rotary, tables, rotations, windows)
         found = self._records()
         self.modules = [modules for _, modules in found]
         self.decoder = Decoder([record for record, _ in found], norm_of(body[wiring.final], self._facts))
@@ -131,4 +133,4 @@ class Recognised:
             return (cos[:, 0::2].contiguous(), sin[:, 0::2].contiguous()), True
         if not torch.equal(cos[:, :half], cos[:, half:]):
             unknown("rotary tables whose halves or neighbours are equal", "others")
-        return (cos[:, :half].contiguous(), sin[:, :half].contiguous()), self.wiring.neighbours
+        return (cos[:, :half].contiguous(), sin[:, :half].contiguous()), False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..decoder.linear import Projection
 from ..decoder.records import MLP, Attention, Layer, Mixer, Residual
-from .modules import Facts, UnknownForm, is_plain, linears_of, norm_of, parts_of, projection_of, unknown
+from .modules import Facts, UnknownForm, is_plain, linears_of, norm_of, parts_of, projection_of, rms_norm_of, unknown
 from .recognise_delta import APART, gated_delta_of
 from .recognise_experts import experts_of
 from .recognise_mlp import gated_mlp_of
@@ -36,7 +36,9 @@ class LayerModules(NamedTuple):
 class LayerWiring(NamedTuple):
     """Names of a layer's parts by what they do: x + scale * after(part(before(x))) for the mixer, then for the MLP.
 
-    table: Which of the rotary tables its mixer is given.
+    table: Which of the rotary tables its mixer is given. rotation: "given", as the table says; "neighbours", in pairs
+    of neighbours though the table comes as two equal halves; or "none".
+    parallel: Whether the MLP reads what the mixer reads.
     """
 
     mixer: str
@@ -47,6 +49,8 @@ class LayerWiring(NamedTuple):
     mlp_after: str | None
     scale: float = 1.0
     table: int = 0
+    rotation: str = "given"
+    parallel: bool = False
 
 
 _Recogniser = Callable[[Any, int, Facts], "_Found | None"]
@@ -65,6 +69,7 @@ def layer_of(layer: Any, i: int, wiring: LayerWiring, facts: Facts) -> tuple[Lay
         _one_of(MLPS[wiring.mlp], modules.mlp, i, facts),
         around(wiring.mixer_before, wiring.mixer_after),
         around(wiring.mlp_before, wiring.mlp_after),
+        wiring.parallel,
     )
     return record, modules
 
@@ -82,17 +87,15 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
     norms = {name: parts.pop(name) for name in ("q_norm", "k_norm") if name in parts}
     if set(parts) not in _ATTENTION or len(norms) == 1:
         return None
-    shapes = [tuple(getattr(norm.weight, "shape", ())) for norm in norms.values()]
-    if any(shape != (dim,) for shape in shapes):
-        unknown("norms of q and k per head", shapes)
-    if getattr(module, "use_rope", True) in (False, 0):
-        unknown("rotary positions in every layer", "a layer without")
-    q_norm, k_norm = (norm_of(norms[name], facts) if norms else None for name in ("q_norm", "k_norm"))
-    if q_norm is not None and k_norm is not None and q_norm.kind != k_norm.kind:
-        unknown("norms of q and k of one kind", "two")
     if dim % 8 or dim > 256:
         unknown("a head size that is a multiple of 8 up to 256", dim)
     heads, kv_heads = _heads_of(parts, dim)
+    shapes = [tuple(getattr(norm.weight, "shape", ())) for norm in norms.values()]
+    if norms and shapes not in ([(dim,)] * 2, [(heads * dim,), (kv_heads * dim,)]):
+        unknown("norms of q and k per head or over all heads", shapes)
+    q_norm, k_norm = (rms_norm_of(norms[name], facts) if norms else None for name in ("q_norm", "k_norm"))
+    if q_norm is not None and k_norm is not None and q_norm.kind != k_norm.kind:
+        unknown("norms of q and k of one kind", "two")
     qkv = projection_of(linears_of(module, QKV), [heads * dim, kv_heads * dim, kv_heads * dim])
     gate = None
     if len(qkv.weights[0]) == 2 * heads * dim:
@@ -103,8 +106,8 @@ def attention_of(module: Any, i: int, facts: Facts) -> Attention | None:
         heads,
         kv_heads,
         dim,
-        rotary.dim,
-        rotary.interleaved,
+        0 if facts.rotations[i] == "none" else rotary.dim,
+        rotary.interleaved or facts.rotations[i] == "neighbours",
         float(getattr(module, "scaling", None) or dim**-0.5),
         q_norm,
         k_norm,

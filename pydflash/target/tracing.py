@@ -24,7 +24,6 @@ from .recognise import MIXERS, MLPS, LayerWiring
 if TYPE_CHECKING:
     from ..protocols import ModelTarget
 
-_FINAL = ("norm", "final_layernorm")
 Run = Callable[[Tensor, Tensor], tuple[Tensor, dict[int, Tensor]]]
 
 
@@ -73,7 +72,6 @@ class Wiring:
         final: The last norm.
         embed_scale: Of the embedding's output before the first layer.
         logits: What follows the head.
-        neighbours: Whether rotated channels are pairs of neighbours, though the tables come as two equal halves.
     """
 
     layers: tuple[LayerWiring, ...]
@@ -81,7 +79,6 @@ class Wiring:
     final: str
     embed_scale: float
     logits: LogitForm
-    neighbours: bool = False
 
 
 class Trace(NamedTuple):
@@ -125,35 +122,41 @@ def trace(target: ModelTarget, ids: Tensor, positions: Tensor, run: Run) -> Trac
     Raises: UnknownForm where they are put together otherwise than a decoder of records is.
     """
     body, embed = body_of(target), target.model.get_input_embeddings()
-    held = dict(body.named_children())
-    rotary = [name for name in held if name.startswith("rotary_emb")]
-    final = next((name for name in _FINAL if name in held), None)
-    if not rotary or final is None:
-        unknown("a final norm and a rotary_emb beside the layers", [*held])
     for layer in target.layers:
         names_of(layer)
+    inside = {embed, *target.layers.modules()}
+    beside = {name: module for name, module in body.named_modules() if name and module not in inside}
     children = [child for layer in target.layers for child in layer.children()]
-    ends = [embed, held[final], target.head, *(held[name] for name in rotary)]
+    ends = list(dict.fromkeys([embed, target.head, *beside.values()]))
     with torch.no_grad(), watch([*ends, *target.layers, *children]) as seen:
         logits, norms = run(ids, positions)
-    calls = [(RotaryCall(name, *_extras(call)), call.given) for name in rotary for call in seen.get(held[name], ())]
+    called = [(name, call) for name, module in beside.items() for call in seen.get(module, ())]
+    calls = [(RotaryCall(name, *_extras(call)), call.given) for name, call in called if _is_table(call.given)]
+    last, head = output_of(seen[target.layers[-1]][0]), _once(seen, target.head, "head")
+    ends_in = [n for n, call in called if torch.equal(call.taken, last) and torch.equal(output_of(call), head.taken)]
+    if not calls or not ends_in:
+        unknown("a final norm and a rotary_emb beside the layers", [name for name, _ in body.named_children()])
+    final = ends_in[0]
     numbers, tables = _numbers(target, body), [given for _, given in calls]
     x, first = output_of(_once(seen, embed, "embedding")), _once(seen, target.layers[0], "layer 0").taken
     embed_scale = next((s for s in (1.0, *numbers) if torch.equal(x if s == 1 else x * s, first)), None)
     if embed_scale is None:
         unknown("a plain norm before attention in layer 0", "something else behind the embedding")
     layers = tuple(_layer_wiring(layer, i, seen, tables) for i, layer in enumerate(target.layers))
-    for i, (one, after) in enumerate(zip(target.layers, [*target.layers[1:], held[final]], strict=True)):
+    for i, (one, after) in enumerate(zip(target.layers, [*target.layers[1:], beside[final]], strict=True)):
         if not torch.equal(output_of(seen[one][0]), _once(seen, after, "final norm").taken):
             unknown(f"a residual stream that goes on behind layer {i}", "another")
-    head = _once(seen, target.head, "head")
-    if not torch.equal(head.taken, output_of(seen[held[final]][0])):
-        unknown("a plain head", "one behind something else")
     forms = [LogitForm(), *(LogitForm(kind, n) for n in numbers for kind in ("times", "over", "cap"))]
     form = next((form for form in forms if torch.equal(form(output_of(head), reference), logits)), None)
     if form is None:
         unknown("plain logits", "others than the head gives")
     return Trace(Wiring(layers, tuple(call for call, _ in calls), final, embed_scale, form), seen, norms)
+
+
+def _is_table(given: Any) -> bool:
+    """Whether a module gave the cosines and sines [1, S, channels] of positions."""
+    pair = isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, Tensor) for x in given)
+    return pair and given[0].dim() == 3 and given[0].shape == given[1].shape
 
 
 def names_of(layer: Any) -> tuple[str, str, list[str]]:
@@ -212,18 +215,21 @@ def _layer_wiring(layer: nn.Module, i: int, seen: dict[nn.Module, list[Seen]], t
         return name, given if name is None else output_of(calls[name])
 
     (first, x), (second, y), (third, between), (fourth, z) = before(mixer), after(mixer), before(mlp), after(mlp)
-    if torch.equal(calls[mixer].taken, calls[mlp].taken):
-        unknown(f"attention, and the MLP behind it, in layer {i}", "both beside each other")
     if not torch.equal(x, whole.taken):
         unknown(f"a plain norm before attention in layer {i}", "another")
     scales = (1.0, *(v for v in vars(layer).values() if isinstance(v, float) and v != 1))
-    scale = next((s for s in scales if torch.equal(_sum(x, y, s), between)), None)
-    if scale is None or not torch.equal(_sum(between, z, scale), output_of(whole)):
-        part, got = ("attention", "another") if scale is None else ("the MLP", "another")
-        unknown(f"a plain sum after {part} in layer {i}", got)
+    if parallel := torch.equal(calls[mixer].taken, calls[mlp].taken):
+        third = None
+        scale = next((s for s in scales if torch.equal(_sum(_sum(x, y, s), z, s), output_of(whole))), None)
+    else:
+        scale = next((s for s in scales if torch.equal(_sum(x, y, s), between)), None)
+    if scale is None or not (parallel or torch.equal(_sum(between, z, scale), output_of(whole))):
+        part = "attention and the MLP" if parallel else "attention" if scale is None else "the MLP"
+        unknown(f"a plain sum after {part} in layer {i}", "another")
     if left := set(norms) - {first, second, third, fourth}:
         unknown(f"norms around the mixer and the MLP in layer {i}", ", ".join(sorted(left)))
-    return LayerWiring(mixer, first, second, mlp, third, fourth, scale, _table_of(calls[mixer], tables))
+    table = _table_of(calls[mixer], tables)
+    return LayerWiring(mixer, first, second, mlp, third, fourth, scale, table, parallel=parallel)
 
 
 def _sum(x: Tensor, y: Tensor, scale: float) -> Tensor:

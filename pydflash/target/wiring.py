@@ -6,6 +6,7 @@ must agree up to rounding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..decoder.block import BlockView, Forward, Table, block_masks
 from ..decoder.records import Attention, Mixer
+from .recognise import LayerWiring
 from .tracing import Run, Trace, output_of, trace
 
 if TYPE_CHECKING:
@@ -31,9 +33,30 @@ def wiring_fault(own: Recognised, first: Trace, ids: Tensor, run: Run) -> str | 
         if (fault := _record_fault(own, first, own.tables_at(positions))) is not None:
             return fault
         last = trace(own.target, ids, positions + start, run)
-        if last.wiring != first.wiring:
+        if last.wiring != first.wiring:  # both as found, before rotations were tried
             return f"layers that are put together the same way at position {start}"
         return _record_fault(own, last, own.tables_at(positions + start))
+
+
+def rotations_tried(own: Recognised, first: Trace, ids: Tensor) -> tuple[LayerWiring, ...]:
+    """The layers' wiring with the rotation of each attention whose output comes nearest to the model's."""
+    tables = own.tables_at(torch.arange(ids.shape[1], device=ids.device)[None])
+    found = []
+    for its, modules, layer in zip(first.wiring.layers, own.modules, own.decoder.layers, strict=True):
+        mixer, seen = layer.mixer, first.seen[modules.mixer][0]
+        if isinstance(mixer, Attention):
+            others = {"given": mixer, "none": replace(mixer, rotary_dim=0)}
+            if not mixer.interleaved:
+                others["neighbours"] = replace(mixer, interleaved=True)
+            with torch.no_grad():
+                far = {n: _distance(_mixed(m, seen.taken, tables)[1], output_of(seen)[0]) for n, m in others.items()}
+            its = its._replace(rotation=min(far, key=far.__getitem__))
+        found.append(its)
+    return tuple(found)
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def _record_fault(own: Recognised, found: Trace, tables: tuple[Table, ...]) -> str | None:
@@ -50,8 +73,7 @@ def _record_fault(own: Recognised, found: Trace, tables: tuple[Table, ...]) -> s
                 return f"attention through transformers' AttentionInterface in layer {i}"
             pairs.insert(0, ("queries", queries, found.norms[i], norms_close))
         for name, got, wanted, close in pairs:
-            distance = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
-            if not distance <= close:
+            if not (distance := _distance(got, wanted)) <= close:
                 return f"plain {name} in layer {i}, off by {distance:.0e}"
     return None
 

@@ -183,7 +183,7 @@ def test_refresh_of_a_drafter(packed: bool) -> None:
 
 def test_a_captured_round_is_told() -> None:
     """`derived` gives the same objects until weights change, in whatever way the layers run."""
-    for family, fused in (("llama", True), ("gemma3", True), ("cohere", False)):
+    for family, fused in (("llama", True), ("gemma3", True), ("starcoder2", False)):
         model = copy.deepcopy(TINY[family]())
         fast = in_place(Target(model, (0,)))
         assert isinstance(fast, FusedTarget) is fused

@@ -18,7 +18,7 @@ from pydflash.target.fused import FusedTarget
 from pydflash.target.modules import Facts, UnknownForm
 from pydflash.target.recognise_experts import experts_of
 
-FACTS = Facts(16, (), (), {})
+FACTS = Facts(16, (), (), (), {})
 
 
 def block_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -91,7 +91,7 @@ def test_it_keeps_what_it_reads() -> None:
     assert torch.equal(hiddens(pair, 4)[0], before)
 
 
-def call(pair: list[Drafter], **changes: Tensor) -> None:
+def call(pair: list[Drafter], **changes: Any) -> None:
     """One forward of the compiled side, with some arguments exchanged."""
     from pydflash.ops.native import capsule
 
@@ -104,18 +104,20 @@ def call(pair: list[Drafter], **changes: Tensor) -> None:
         "k_cache": cache,
         "v_cache": cache.clone(),
         "lengths": torch.zeros(2, dtype=torch.int32),
-        "cos": torch.ones(9, config.head_dim // 2),
-        "sin": torch.zeros(9, config.head_dim // 2),
         "depths": torch.arange(3, dtype=torch.int32)[None],
         "visibility": torch.full((1, 3), 7),
         "causal": None,
         "k_block": torch.zeros(shape),
         "v_block": torch.zeros(shape),
+        "cos": torch.ones(9, config.head_dim // 2),
+        "sin": torch.zeros(9, config.head_dim // 2),
         "taken": torch.zeros(0, 2, 3, HIDDEN),
     } | changes
-    taken = arguments.pop("taken")
+    cos, sin, taken = (capsule(arguments.pop(name)) for name in ("cos", "sin", "taken"))
+    tables = [(cos, sin)] * (not changes.get("no_tables", False))
+    arguments.pop("no_tables", None)
     program = pair[0].decoder().decoder.program  # type: ignore[union-attr]
-    program._native.forward(*map(capsule, arguments.values()), changes.get("taps", []), capsule(taken))
+    program._native.forward(*map(capsule, arguments.values()), tables, [], taken)
 
 
 WRONG = (
@@ -127,13 +129,15 @@ WRONG = (
     ({"depths": torch.zeros(1, 3)}, r"depths must be int32"),
     ({"visibility": torch.full((2, 2), 3)}, r"visibility must be of shape"),
     ({"cos": torch.ones(9, 1)}, r"cos must be of shape"),
+    ({"sin": torch.ones(8, 4)}, r"sin must be of shape"),
+    ({"no_tables": True}, r"tables must be at least 1, got 0"),
     ({"k_block": torch.zeros(1, 2, 1, 3, 8)}, r"k_block must be of shape"),
     ({"taken": torch.zeros(1, 2, 3, HIDDEN)}, r"taken must be of shape"),
 )
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_refusals(changes: dict[str, Tensor], message: str) -> None:
+def test_refusals(changes: dict[str, Any], message: str) -> None:
     pair = packed_pair(1, "float32")
     call(pair)
     with pytest.raises(ValueError, match=f"decoder: {message}"):

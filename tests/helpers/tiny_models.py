@@ -165,6 +165,7 @@ TINY: dict[str, Callable[..., Any]] = {
     "gpt2": _family("GPT2", suffix="LMHeadModel", tie_word_embeddings=False),
     "gpt_oss": _family("GptOss", sliding_window=WINDOW, layer_types=SLIDING_MIX, **LOCAL_EXPERTS),
     "olmo2": _family("Olmo2"),
+    "olmo3": _family("Olmo3", sliding_window=WINDOW, layer_types=SLIDING_MIX),
     "granite": _family("Granite"),
     "stablelm": _family("StableLm"),
     "glm4": _family("Glm4"),

@@ -101,6 +101,19 @@ def test_every_family(name: str, device: torch.device) -> None:
     assert [out.token_ids for out in spec.generate([p[0] for p in prompts], COUNT)] == texts
 
 
+@pytest.mark.parametrize("fill", [right, mixed, wrong])
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "granite", "olmo2", "olmo3", "cohere", "cohere2", "smollm3"])
+def test_prompts_of_many_lengths(name: str, fill: Fill, device: torch.device) -> None:
+    """In front of, at and behind windows of 8, in one batch and alone."""
+    fast, lengths = fast_of(model_of(name), device), (1, 7, 8, 9, 33, 70)
+    assert form_of(fast) == "fused"
+    prompts = [prompt_of(length) for length in lengths]
+    texts = [greedy(name, None, length, COUNT) for length in lengths]
+    assert [text[:COUNT] for text in decode(fast, prompts, texts, fill)[0]] == texts
+    for ids, text in zip(prompts[::2], texts[::2], strict=True):
+        assert decode(fast, [ids], [text], fill)[0][0][:COUNT] == text
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_forms(case: str, device: torch.device) -> None:
     """Prefills and blocks behind one another give the logits of one plain forward, far behind windows of 8 and 30."""

@@ -15,6 +15,7 @@ from pydflash.target.fused import FusedTarget
 from pydflash.target.layers import Recognised
 from pydflash.target.modules import UnknownForm
 from pydflash.target.own import OwnTarget
+from pydflash.target.recognise import LayerWiring
 from pydflash.target.tracing import LogitForm, Wiring, trace
 
 FACTORS = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
@@ -34,7 +35,7 @@ def found_in(model: Any) -> Wiring:
 
 def test_the_common_form() -> None:
     wiring = found_in(model_of("llama"))
-    its = ("self_attn", "input_layernorm", None, "mlp", "post_attention_layernorm", None, 1.0, 0)
+    its = LayerWiring("self_attn", "input_layernorm", None, "mlp", "post_attention_layernorm", None)
     assert wiring.layers == (its,) * 4
     assert (wiring.final, wiring.embed_scale, wiring.logits) == ("norm", 1.0, LogitForm())
 
@@ -57,6 +58,34 @@ def test_factors() -> None:
     assert wiring.logits == LogitForm("over", 16.0)
     capped = model_of("gemma2", attn_logit_softcapping=None, final_logit_softcapping=3.0)
     assert found_in(capped).logits == LogitForm("cap", 3.0)
+
+
+def test_norms_behind_alone() -> None:
+    for layer in found_in(model_of("olmo2")).layers:
+        assert layer[:3] == ("self_attn", None, "post_attention_layernorm")
+        assert layer[3:6] == ("mlp", None, "post_feedforward_layernorm")
+
+
+def test_beside_each_other() -> None:
+    wiring = found_in(model_of("cohere", logit_scale=0.0625))
+    assert wiring.layers == (LayerWiring("self_attn", "input_layernorm", None, "mlp", None, None, parallel=True),) * 4
+    assert wiring.logits == LogitForm("times", 0.0625)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "rotations"),
+    [
+        ("llama", {}, ["given"] * 4),
+        ("glm4", {}, ["neighbours"] * 4),
+        ("cohere", {}, ["given"] * 4),
+        ("cohere2", {}, ["given", "none"] * 2),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ["given", "none", "none", "given"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_tried(name: str, changes: dict[str, Any], rotations: list[str], dtype: torch.dtype) -> None:
+    target = FusedTarget(Target(model_of(name, **changes).to(dtype)))
+    assert [layer.rotation for layer in target.recognised.wiring.layers] == rotations
 
 
 def test_a_layer_without_a_norm_is_one_too() -> None:
@@ -119,13 +148,26 @@ def test_what_else_is_done_is_refused_by_a_sentence(change: str, message: str) -
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [("scale", 1.0), ("table", 1), ("mixer_after", None), ("mlp_before", "input_layernorm")],
+    ("name", "place", "value"),
+    [
+        ("granite", "scale", 1.0),
+        ("gemma3", "table", 1),
+        ("gemma3", "mixer_after", None),
+        ("gemma3", "mlp_before", "input_layernorm"),
+        ("olmo2", "mlp_after", None),
+        ("olmo2", "mixer_before", "post_attention_layernorm"),
+        ("glm4", "rotation", "given"),
+        ("glm4", "mlp_after", None),
+        ("cohere", "parallel", False),
+        ("cohere2", "rotation", "none"),
+        ("llama", "rotation", "neighbours"),
+    ],
 )
-def test_another_wiring_gives_other_logits(place: str, value: Any) -> None:
+def test_another_wiring_gives_other_logits(name: str, place: str, value: Any) -> None:
     """A mutant of what was found is caught by the comparison with the model's forward."""
-    model = model_of("granite", **FACTORS) if place == "scale" else model_of("gemma3")
-    found, target = found_in(model), FusedTarget(Target(model))
+    model = model_of(name, **FACTORS) if name == "granite" else model_of(name)
+    target = FusedTarget(Target(model))
+    found = target.recognised.wiring
     changed = found.layers[2]._replace(**{place: 1 - found.layers[2].table if place == "table" else value})
     assert changed != found.layers[2]
     wiring = replace(found, layers=(*found.layers[:2], changed, *found.layers[3:]))
