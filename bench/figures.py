@@ -1,7 +1,7 @@
 """Write the tables of figures in README.md and docs/ from the JSON files in bench/results.
 
 A page marks the place of a table: `<!-- figures:NAME -->`, the table, `<!-- /figures -->`. What lies between is made
-here and not by hand; figure_tables.py has a function for each NAME. With --check nothing is written: the exit code
+here and not by hand; TABLES has a function for each NAME. With --check nothing is written: the exit code
 is 1 if a table is not current, or if a page states a measured figure outside of a table.
 
 example: python bench/figures.py --check
@@ -14,8 +14,10 @@ import re
 import sys
 from pathlib import Path
 
-from figure_tables import TABLES
+from figure_families import families
+from figure_tables import TABLES as MEASURED
 
+TABLES = MEASURED | {"families": families}
 ROOT = Path(__file__).resolve().parents[1]
 _PLACE = re.compile(r"(<!-- figures:([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             page.write_text(made, encoding="utf-8")
             print(f"wrote {name}")
         faults += [f"{name}:{line}: a figure by hand: {words!r}" for line, words in typed_by_hand(made)]
-    faults += [f"figure_tables.py: no page has {name!r}" for name in sorted(set(TABLES) - used)]
+    faults += [f"figures: no page has {name!r}" for name in sorted(set(TABLES) - used)]
     print(*faults, sep="\n", file=sys.stderr, end="\n" if faults else "")
     return 1 if faults else 0
 
